@@ -1,0 +1,171 @@
+"""Attention over a paged cache, and over packed sequences without one: the public doors."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from . import dispatch
+from .cache import FP8_DTYPES, KVCache, check_cache, check_layer
+from .calls import EncoderAttentionCall, PagedAttentionCall
+from .checks import MODEL_DTYPES, check_head_ratio, check_query, check_tokens, optional_scalar, optional_vector, product, split_scale
+from .config import check_logits_soft_cap, check_sliding_window
+from .errors import bad_type, bad_value
+from .metadata import AttentionMetadata, check_metadata
+
+
+def _output_dtype(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -> np.dtype:
+    if output_dtype is None:
+        if quantized:
+            return jnp.dtype("float8_e4m3fn")
+        return jnp.dtype("bfloat16") if query_dtype in FP8_DTYPES else query_dtype
+    try:
+        dtype = jnp.dtype(output_dtype)
+    except TypeError:
+        bad_type("output_dtype", output_dtype, "a dtype")
+    if quantized and dtype not in FP8_DTYPES:
+        bad_value("output_dtype", dtype.name, f"an fp8 dtype where output_scale is given ({', '.join(d.name for d in FP8_DTYPES)})")
+    if not quantized and dtype not in MODEL_DTYPES:
+        hint = ": an fp8 output needs output_scale" if dtype in FP8_DTYPES else ""
+        bad_value("output_dtype", dtype.name, f"one of {', '.join(d.name for d in MODEL_DTYPES)}{hint}")
+    return dtype
+
+
+def paged_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    layer: Any = 0,
+    scale: Any = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    q_scale: Any = None,
+    output_scale: Any = None,
+    output_dtype: Any = None,
+    qq_bias: Any = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attention of a ragged batch of queries over the keys and values of a paged cache.
+
+    Ports AITER's `unified_attention` and vLLM's `chunked_prefill_paged_decode`. Prefill, chunked prefill and decode sequences mix freely.
+
+    Args:
+      query: [T, Hq, D], float32, float16, bfloat16 or fp8; sequence s owns rows `query_start_loc[s]` to `query_start_loc[s+1]`.
+      cache: holds this step's keys and values already (see `update_cache`).
+      metadata: see `AttentionMetadata`; `causal=False` is cross attention.
+      layer: layer of the cache, an int or a traced i32 scalar.
+      scale: factor on the scores; None means D ** -0.5. A float is static, an array is traced.
+      sliding_window: W: a query at position p sees keys k with p - k < W, and k - p < W where not causal. None is off.
+      logits_soft_cap: c: scores become c * tanh(score / c). None and 0 are off.
+      alibi_slopes: f32[Hq]: adds slope * (k - p).
+      sinks: f32[Hq]: adds exp(sink) to the softmax denominator; a natural-log logit, neither scaled nor capped.
+      q_scale: f32 scalar that an fp8 query was divided by.
+      output_scale: f32 scalar: returns out / output_scale, clamped and rounded to `output_dtype`, an fp8 dtype (default float8_e4m3fn).
+      output_dtype: default: the query's dtype; bfloat16 for an fp8 query.
+      qq_bias: f32[Lq, Lk]: adds qq_bias[i, j] to the score of this step's query i and key j of one sequence (tree attention).
+      return_lse: also return the log of the softmax denominator.
+      implementation: None (best), "xla", "pallas", "triton" or "aiter".
+
+    Returns:
+      out [T, Hq, D], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key give 0
+      and lse -inf (the sink where there is one).
+
+    Raises:
+      ValueError, TypeError: a bad argument: its name, what it was, what it must be.
+      UnsupportedError: the named implementation can't serve the call.
+    """
+    spec = check_cache(cache)
+    check_metadata(metadata)
+    query = check_query(query, spec, fp8=True)
+    num_heads = query.shape[1]
+    factor, traced = split_scale(scale, spec.head_size)
+    if qq_bias is not None:
+        if np.ndim(qq_bias) != 2:
+            bad_value("qq_bias", qq_bias, "None or an array of shape [Lq, Lk]")
+        qq_bias = jnp.asarray(qq_bias, jnp.float32)
+    if not isinstance(return_lse, bool):
+        bad_type("return_lse", return_lse, "a static bool")
+    quantum = optional_scalar("output_scale", output_scale)
+    call = PagedAttentionCall(
+        query=query,
+        cache=cache,
+        metadata=metadata,
+        layer=check_layer(layer, spec),
+        score_scale=product(traced, optional_scalar("q_scale", q_scale)),
+        alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, num_heads),
+        sinks=optional_vector("sinks", sinks, num_heads),
+        qq_bias=qq_bias,
+        output_scale=quantum,
+        scale=factor,
+        sliding_window=check_sliding_window(sliding_window),
+        logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
+        output_dtype=_output_dtype(query.dtype, output_dtype, quantum is not None),
+        return_lse=return_lse,
+    )
+    out, lse = dispatch.run("paged_attention", call, implementation)
+    return (out, lse) if return_lse else out
+
+
+def encoder_attention(
+    query: Float[Array, "T Hq D"],
+    key: Float[Array, "T H D"],
+    value: Float[Array, "T H D"],
+    metadata: AttentionMetadata,
+    *,
+    scale: Any = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    causal: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T Hq D"]:
+    """Self attention of packed sequences, without a cache. Ports vLLM's Triton prefill attention.
+
+    Args:
+      query: [T, Hq, D]; key, value: [T, H, D], packed alike, of one dtype: float32, float16 or bfloat16.
+      metadata: only `query_start_loc` and `max_query_len` are read; a sequence's keys are its own tokens.
+      scale: factor on the scores; None means D ** -0.5.
+      sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None is off.
+      logits_soft_cap: c: scores become c * tanh(score / c). None and 0 are off.
+      sinks: f32[Hq]: adds exp(sink) to the softmax denominator.
+      causal: token i sees j <= i only.
+      implementation: see `paged_attention`.
+
+    Returns:
+      out [T, Hq, D] in the query's dtype; padding tokens give 0.
+
+    Raises:
+      ValueError, TypeError, UnsupportedError: see `paged_attention`.
+    """
+    check_metadata(metadata)
+    key = check_tokens("key", key, None, None)
+    tokens, heads, head_size = key.shape
+    query = check_tokens("query", query, None, head_size)
+    value = check_tokens("value", value, heads, head_size)
+    check_head_ratio(query.shape[1], heads)
+    for name, array in (("key", key), ("value", value)):
+        if array.dtype != query.dtype:
+            bad_type(name, array, f"of the query's dtype {query.dtype.name}")
+        if array.shape[0] != query.shape[0]:
+            bad_value(name, array, f"of the query's {query.shape[0]} tokens")
+    if not isinstance(causal, bool):
+        bad_type("causal", causal, "a static bool")
+    factor, traced = split_scale(scale, head_size)
+    call = EncoderAttentionCall(
+        query=query,
+        key=key,
+        value=value,
+        metadata=metadata,
+        score_scale=traced,
+        sinks=optional_vector("sinks", sinks, query.shape[1]),
+        scale=factor,
+        sliding_window=check_sliding_window(sliding_window),
+        logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
+        causal=causal,
+    )
+    return dispatch.run("encoder_attention", call, implementation)
