@@ -1,0 +1,82 @@
+"""Which kind of device JAX runs on by default, in the words of the tuning tables: "cpu", "sm_90", "gfx942"."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_WAVE64 = ("gfx9",)
+"""CDNA and GCN run 64 threads a wave; RDNA (gfx10 and up, gfx1250 too) runs 32."""
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One device.
+
+    Attributes:
+      platform: "cpu", "cuda", "rocm", or another of JAX's platforms.
+      name: the key of tuning tables: "cpu" (Triton's interpreter), "sm_90", "gfx942".
+      compute_units: streaming multiprocessors or CUs; 1 on a CPU.
+      wave: threads in a warp or wavefront; 1 on a CPU.
+    """
+
+    platform: str
+    name: str
+    compute_units: int
+    wave: int
+
+
+def wave_size(name: str) -> int:
+    """Threads that run in step on an architecture: 1 for "cpu", 32 for "sm_*", 64 or 32 for "gfx*"."""
+    if name == "cpu":
+        return 1
+    return 64 if name.startswith(_WAVE64) else 32
+
+
+def arch_of(device: Any) -> Arch:
+    """The `Arch` of a `jax.Device`.
+
+    Read off what JAX knows of the device; torch is asked on ROCm only, and only where JAX's plugin does not give the gfx name.
+    """
+    platform = device.platform
+    if platform == "cpu":
+        return Arch("cpu", "cpu", 1, 1)
+    if platform not in ("gpu", "cuda", "rocm"):
+        return Arch(platform, platform, 1, 1)
+    cores = int(getattr(device, "core_count", 0) or 0)
+    capability = str(getattr(device, "compute_capability", "") or "")
+    if is_rocm(device):
+        name = gfx_name(capability) or gfx_name(str(getattr(device, "device_kind", ""))) or _gfx_name_from_torch(device)
+        return Arch("rocm", name, cores, wave_size(name))
+    return Arch("cuda", "sm_" + capability.replace(".", ""), cores, 32)
+
+
+def default_arch() -> Arch:
+    """The `Arch` of the device that JAX computes on when nobody says otherwise."""
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    return arch_of(device)
+
+
+def is_rocm(device: Any) -> bool:
+    """Whether a GPU device is AMD's: JAX calls both vendors' platform "gpu", the client's version tells them apart."""
+    version = str(getattr(getattr(device, "client", None), "platform_version", "")).lower()
+    return device.platform == "rocm" or "rocm" in version or str(getattr(device, "compute_capability", "")).startswith("gfx")
+
+
+def gfx_name(text: str) -> str:
+    """The bare architecture in a text such as "gfx942:sramecc+:xnack-"; empty where there is none."""
+    start = text.find("gfx")
+    if start < 0:
+        return ""
+    end = start + 3
+    while end < len(text) and text[end] in "0123456789abcdef":
+        end += 1
+    return text[start:end]
+
+
+def _gfx_name_from_torch(device: Any) -> str:
+    import torch
+
+    return gfx_name(torch.cuda.get_device_properties(device.local_hardware_id).gcnArchName)

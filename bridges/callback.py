@@ -1,0 +1,190 @@
+"""Torch functions and Triton programs inside `jax.jit`, through `jax.experimental.buffer_callback`.
+
+The Python body gets XLA's own device buffers: nothing is copied, and an aliased argument is updated in place. On a GPU the body may be recorded
+into XLA's command buffer: it then runs while XLA records and not on later calls, which replay the kernels with new contents. So a body may
+depend on shapes only, launches on the stream that it is given, neither allocates nor waits, and calls no JAX function (that deadlocks).
+
+`vmap` runs a body once for each entry of the batch, one after another. Under `jit` over sharded arrays, wrap the call in `jax.shard_map`: XLA does not
+know how to split a body, and gathers its arguments first.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+from jaxtyping import Array
+
+from ..functional.errors import bad_value
+from ..kernels.launch import Buffer, Program
+from . import launcher
+
+COMMAND_BUFFER_VARIABLE = "PUREPAGE_COMMAND_BUFFER"
+"""Environment variable: 0 keeps bodies out of command buffers (ROCm's have crashed inside while loops: openxla/xla#46952)."""
+
+_CPU = 1  # kDLCPU; see dlpack.py for the others
+
+
+def command_buffers_enabled() -> bool:
+    """Whether bodies are recorded into command buffers where the caller does not say; read when a function is traced."""
+    return os.environ.get(COMMAND_BUFFER_VARIABLE, "1") != "0"
+
+
+def run_program(program: Program, arrays: Mapping[str, Array], *, command_buffer: bool | None = None) -> tuple[Array, ...]:
+    """Runs a program's launches, all in one callback.
+
+    Args:
+      program: what to run. Equal programs share kernels, traces and executables.
+      arrays: an array for each of `program.inputs`, of exactly that shape and dtype.
+      command_buffer: whether the launches may be recorded into a command buffer; None: as `PUREPAGE_COMMAND_BUFFER` says (default yes).
+
+    Returns:
+      `program.outputs`, then `program.updates`. An update is in place where its input is donated (under `jit`), else on a copy.
+
+    Raises:
+      ValueError: an array is missing, or of another shape or dtype than the plan's.
+      UnsupportedError: on a CPU without Triton's interpreter.
+      RuntimeError: a kernel did not compile; names the program and the kernel.
+    """
+    inputs = check_inputs(program, arrays)
+    platform = jax.default_backend()
+    _prepare(program, platform)
+    names = [name for name, _ in program.inputs]
+    by_name = dict(program.inputs)
+    results = [*(buffer for _, buffer in program.outputs), *(by_name[name] for name in program.updates), *(b for _, b in program.scratch)]
+    aliases = {names.index(name): len(program.outputs) + i for i, name in enumerate(program.updates)}
+    out = _call(_ProgramBody(program), inputs, [_struct(b) for b in results], aliases, command_buffer)
+    return out[: len(program.outputs) + len(program.updates)]
+
+
+def call_torch(
+    fn: Callable[[tuple[Any, ...], tuple[Any, ...]], None],
+    inputs: Sequence[Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    name: str | None = None,
+    command_buffer: bool | None = None,
+) -> tuple[Array, ...]:
+    """Runs a function of torch tensors.
+
+    Args:
+      fn: called as `fn(inputs, outputs)` with tuples of tensors that share the buffers' memory; writes every element of the outputs, returns
+        None. JAX's stream is torch's current stream while it runs. Give a function of module level, a method or a frozen dataclass: an equal
+        `fn` is compiled once. Memory that it allocates through torch must not outlive the call, nor be needed when `command_buffer`.
+      inputs: arrays; their tensors must not be written, but for aliased ones.
+      outputs: shape and dtype of each result.
+      aliases: input index to output index: those share memory, so the output starts with the input's contents.
+      name: for error messages; default the function's own.
+      command_buffer: whether what `fn` enqueues may be recorded, so that `fn` is not called again. Default False: torch functions may allocate, or
+        look at values.
+
+    Returns:
+      The outputs.
+    """
+    body = _TorchBody(fn, name or getattr(fn, "__name__", type(fn).__name__))
+    return _call(body, [jnp.asarray(x) for x in inputs], outputs, dict(aliases or {}), bool(command_buffer))
+
+
+def _call(
+    body: Callable[..., None],
+    inputs: Sequence[Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    aliases: dict[int, int],
+    command_buffer: bool | None,
+) -> tuple[Array, ...]:
+    return buffer_callback(
+        body,
+        tuple(outputs),
+        input_output_aliases=aliases,
+        command_buffer_compatible=command_buffers_enabled() if command_buffer is None else command_buffer,
+        vmap_method="sequential",
+    )(*inputs)
+
+
+def check_inputs(program: Program, arrays: Mapping[str, Any]) -> tuple[Array, ...]:
+    """The arrays in the program's order, each checked against the plan."""
+    expected = dict(program.inputs)
+    if set(arrays) != set(expected):
+        bad_value("arrays", sorted(arrays), f"the inputs of {program.name}: {sorted(expected)}")
+    for name, buffer in expected.items():
+        array = arrays[name]
+        if tuple(array.shape) != buffer.shape or jnp.dtype(array.dtype) != jnp.dtype(buffer.dtype):
+            bad_value(f"{program.name}: input {name}", array, f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]")
+    return tuple(arrays[name] for name in expected)
+
+
+def _struct(buffer: Buffer) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(buffer.shape, jnp.dtype(buffer.dtype))
+
+
+@lru_cache(maxsize=None)
+def _prepare(program: Program, platform: str) -> None:
+    """Refuses, or compiles and loads the kernels: at trace time, when an error has a stack and no command buffer is being recorded."""
+    on_cpu = platform == "cpu"
+    launcher.refuse_unless_runnable(program, on_cpu=on_cpu)
+    if not on_cpu:
+        aligned = (True,) * len(launcher.buffer_names(program))
+        for device in jax.local_devices():
+            launcher.compiled(program, device.local_hardware_id, aligned)
+
+
+@dataclass(frozen=True)
+class _ProgramBody:
+    """The callback of a program. Frozen, so that JAX sees equal programs as one function."""
+
+    program: Program
+
+    def __call__(self, context: Any, results: Sequence[Any], *inputs: Any) -> None:
+        import torch
+
+        program = self.program
+        buffers = _by_name(program, inputs, results)
+        kind, device = buffers[0].__dlpack_device__()
+        tensors = [torch.from_dlpack(buffer.__dlpack__()) for buffer in buffers]
+        if kind == _CPU:
+            launcher.interpret(program, dict(zip(launcher.buffer_names(program), tensors, strict=True)))
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        launches = launcher.compiled(program, device, tuple([address % 16 == 0 for address in addresses]))
+        stream = context.stream
+        with nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
+            for launch in launches:
+                launch(stream, addresses)
+
+
+def _by_name(program: Program, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The buffers in the order of `launcher.buffer_names`; of an update, the result (which shares the input's memory, and may be written)."""
+    fresh = len(program.outputs)
+    updated = dict(zip(program.updates, results[fresh:], strict=False))
+    return [
+        *(updated.get(name, buffer) for (name, _), buffer in zip(program.inputs, inputs, strict=True)),
+        *results[:fresh],
+        *results[fresh + len(program.updates) :],
+    ]
+
+
+@dataclass(frozen=True)
+class _TorchBody:
+    fn: Callable[..., None]
+    name: str
+
+    def __call__(self, context: Any, results: Sequence[Any], *inputs: Any) -> None:
+        import torch
+
+        tensors = [torch.from_dlpack(buffer.__dlpack__()) for buffer in (*inputs, *results)]
+        split = len(inputs)
+        try:
+            if not tensors or not tensors[0].is_cuda:
+                self.fn(tuple(tensors[:split]), tuple(tensors[split:]))
+                return
+            device = tensors[0].device
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(context.stream, device=device)):
+                self.fn(tuple(tensors[:split]), tuple(tensors[split:]))
+        except Exception as err:
+            raise RuntimeError(f"{self.name} failed: {type(err).__name__}: {err}") from err
