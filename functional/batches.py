@@ -23,7 +23,7 @@ class Batch:
 
     Attributes:
       query: [T, Hq, D]; rows of padding tokens are NaN.
-      key, value: [T, H, D], this step's new tokens in the model's dtype; rows of padding tokens are NaN.
+      new_keys, new_values: [L, T, H, D], this step's new tokens of each layer in the model's dtype; rows of padding tokens are NaN.
       positions: i32[T], position of each token in its sequence; 0 for padding.
       key_cache, value_cache: [L, B, N, H, D] logical caches *after* this step's write, in the cache's dtype; every unused slot is NaN.
       query_lens, seq_lens: [S] host ints, padded sequences included.
@@ -33,8 +33,8 @@ class Batch:
     """
 
     query: Float[np.ndarray, "T Hq D"]
-    key: Float[np.ndarray, "T H D"]
-    value: Float[np.ndarray, "T H D"]
+    new_keys: Float[np.ndarray, "L T H D"]
+    new_values: Float[np.ndarray, "L T H D"]
     positions: Int[np.ndarray, " T"]
     key_cache: Float[np.ndarray, "L B N H D"]
     value_cache: Float[np.ndarray, "L B N H D"]
@@ -44,6 +44,16 @@ class Batch:
     k_scale: np.ndarray
     v_scale: np.ndarray
     q_scale: float | None
+
+    @property
+    def key(self) -> Float[np.ndarray, "T H D"]:
+        """This step's keys of layer 0."""
+        return self.new_keys[0]
+
+    @property
+    def value(self) -> Float[np.ndarray, "T H D"]:
+        """This step's values of layer 0."""
+        return self.new_values[0]
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +78,7 @@ class Batch:
         return self._pack(spec or self.spec(**changes), self.key_cache, self.value_cache)
 
     def cache_before(self, spec: CacheSpec | None = None, **changes: Any) -> KVCache:
-        """The cache as a writer finds it: this step's slots are NaN. Writing `key` and `value` to layer l makes layer l that of `cache`."""
+        """The cache as a writer finds it: this step's slots are NaN. Writing `new_keys[l]` and `new_values[l]` makes layer l that of `cache`."""
         slots = np.asarray(self.metadata.slot_mapping)
         slots = slots[slots >= 0]
         sides = []
@@ -230,27 +240,19 @@ def random_batch(
     def draw(*shape: int) -> np.ndarray:
         return round_to(rng.standard_normal(shape), dtype)
 
-    sides = []
+    live = slots >= 0
+    news, caches, factors = [], [], []
     for _ in range(2):
-        model = draw(num_blocks, N, num_kv_heads, D)
-        fresh = draw(T, num_kv_heads, D)
-        fresh[total:] = np.nan
-        live = slots >= 0
-        model[slots[live] // N, slots[live] % N] = fresh[live]
+        new = draw(L, T, num_kv_heads, D)
+        new[:, total:] = np.nan
+        stored = draw(L, num_blocks, N, num_kv_heads, D)
+        stored[:, slots[live] // N, slots[live] % N] = new[:, live]
         scale = _scales(rng, scales if cache_dtype in FP8_DTYPES else "one", L, num_kv_heads)
-        sides.append((model, fresh, scale))
-    caches = []
-    for model, _, scale in sides:
-        layers = []
-        for layer in range(L):
-            # Layers differ where nothing is new: a write of this step's tokens goes to any of them alike.
-            old = model if layer == 0 else draw(*model.shape)
-            live = slots >= 0
-            old[slots[live] // N, slots[live] % N] = model[slots[live] // N, slots[live] % N]
-            stored = quantize(old, cache_dtype, scale[layer] if scale.ndim == 1 else scale[layer][:, None])
-            stored[~used] = np.nan
-            layers.append(stored)
-        caches.append(np.stack(layers))
+        stored = quantize(stored, cache_dtype, scale.reshape(L, 1, 1, -1, 1))
+        stored[:, ~used] = np.nan
+        news.append(new)
+        caches.append(stored)
+        factors.append(scale)
 
     q_scale = None
     query = rng.standard_normal((T, num_heads, D))
@@ -268,16 +270,16 @@ def random_batch(
     )
     return Batch(
         query=query,
-        key=sides[0][1],
-        value=sides[1][1],
+        new_keys=news[0],
+        new_values=news[1],
         positions=positions.astype(np.int32),
         key_cache=caches[0],
         value_cache=caches[1],
         query_lens=query_lens,
         seq_lens=seq_lens,
         metadata=metadata,
-        k_scale=sides[0][2],
-        v_scale=sides[1][2],
+        k_scale=factors[0],
+        v_scale=factors[1],
         q_scale=q_scale,
     )
 
