@@ -1,0 +1,33 @@
+"""Pure functions on immutable values: what a model calls, on any JAX device.
+
+Types (`CacheSpec`, `KVCache`, `AttentionMetadata`, `AttentionConfig`), functions on whole caches, attention and the writers. Nothing here
+imports Triton, torch or a GPU library: an implementation is resolved by name when it is first chosen (see `dispatch`).
+"""
+
+from .attention import encoder_attention, paged_attention
+from .blocks import Blocks, convert_cache, copy_blocks, gather_blocks, scatter_blocks
+from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, init_cache
+from .config import AttentionConfig, AttentionType
+from .errors import UnsupportedError
+from .metadata import AttentionMetadata, make_metadata, validate_metadata
+
+__all__ = [
+    "AttentionConfig",
+    "AttentionMetadata",
+    "AttentionType",
+    "Blocks",
+    "CacheSpec",
+    "KVCache",
+    "UnsupportedError",
+    "cache_from_logical",
+    "cache_to_logical",
+    "convert_cache",
+    "copy_blocks",
+    "encoder_attention",
+    "gather_blocks",
+    "init_cache",
+    "make_metadata",
+    "paged_attention",
+    "scatter_blocks",
+    "validate_metadata",
+]

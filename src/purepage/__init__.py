@@ -1,0 +1,72 @@
+"""Paged attention as pure JAX functions: a port of vLLM's ROCM_ATTN and ROCM_AITER_UNIFIED_ATTN backends.
+
+    import purepage as pp
+
+    spec = pp.CacheSpec(num_blocks=64, block_size=16, num_kv_heads=8, head_size=128)
+    cache = pp.init_cache(spec)
+    metadata = pp.make_metadata([3, 1], [3, 20], block_table, block_size=16)
+    cache = pp.update_cache(cache, key, value, metadata.slot_mapping)
+    out = pp.paged_attention(query, cache, metadata)
+
+Everything takes arrays and immutable pytrees, and returns new ones. `purepage.testing` has the oracle and random batches.
+"""
+
+import importlib
+from typing import Any
+
+from .functional import (
+    AttentionConfig,
+    AttentionMetadata,
+    AttentionType,
+    Blocks,
+    CacheSpec,
+    KVCache,
+    UnsupportedError,
+    cache_from_logical,
+    cache_to_logical,
+    convert_cache,
+    copy_blocks,
+    encoder_attention,
+    gather_blocks,
+    init_cache,
+    make_metadata,
+    paged_attention,
+    scatter_blocks,
+    validate_metadata,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionConfig",
+    "AttentionMetadata",
+    "AttentionType",
+    "Blocks",
+    "CacheSpec",
+    "KVCache",
+    "UnsupportedError",
+    "__version__",
+    "cache_from_logical",
+    "cache_to_logical",
+    "convert_cache",
+    "copy_blocks",
+    "encoder_attention",
+    "gather_blocks",
+    "init_cache",
+    "make_metadata",
+    "paged_attention",
+    "scatter_blocks",
+    "validate_metadata",
+]
+
+_ON_FIRST_USE = ("testing",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})
