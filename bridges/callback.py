@@ -1,18 +1,19 @@
 """Torch functions and Triton programs inside `jax.jit`, through `jax.experimental.buffer_callback`.
 
-The Python body gets XLA's own device buffers: nothing is copied, and an aliased argument is updated in place. On a GPU the body may be recorded
-into XLA's command buffer: it then runs while XLA records and not on later calls, which replay the kernels with new contents. So a body may
-depend on shapes only, launches on the stream that it is given, neither allocates nor waits, and calls no JAX function (that deadlocks).
+The Python body gets XLA's own device buffers: nothing is copied, and an aliased argument is updated in place. On a GPU the body may be
+recorded into XLA's command buffer: it then runs while XLA records and not on later calls, which replay the kernels with new contents. So
+a body may depend on shapes only, launches on the stream that it is given, neither allocates nor waits, and calls no JAX function (that
+deadlocks).
 
-`vmap` runs a body once for each entry of the batch, one after another. Under `jit` over sharded arrays, wrap the call in `jax.shard_map`: XLA does not
-know how to split a body, and gathers its arguments first.
+`vmap` runs a body once for each entry of the batch, one after another. Under `jit` over sharded arrays, wrap the call in `jax.shard_map`:
+XLA does not know how to split a body, and gathers its arguments first.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax
@@ -74,15 +75,16 @@ def call_torch(
     """Runs a function of torch tensors.
 
     Args:
-      fn: called as `fn(inputs, outputs)` with tuples of tensors that share the buffers' memory; writes every element of the outputs, returns
-        None. JAX's stream is torch's current stream while it runs. Give a function of module level, a method or a frozen dataclass: an equal
-        `fn` is compiled once. Memory that it allocates through torch must not outlive the call, nor be needed when `command_buffer`.
+      fn: called as `fn(inputs, outputs)` with tuples of tensors that share the buffers' memory; writes every element of the outputs,
+        returns None. JAX's stream is torch's current stream while it runs. Give a function of module level, a method or a frozen
+        dataclass: an equal `fn` is compiled once. Memory that it allocates through torch must not outlive the call, nor be needed when
+        `command_buffer`.
       inputs: arrays; their tensors must not be written, but for aliased ones.
       outputs: shape and dtype of each result.
       aliases: input index to output index: those share memory, so the output starts with the input's contents.
       name: for error messages; default the function's own.
-      command_buffer: whether what `fn` enqueues may be recorded, so that `fn` is not called again. Default False: torch functions may allocate, or
-        look at values.
+      command_buffer: whether what `fn` enqueues may be recorded, so that `fn` is not called again. Default False: torch functions may
+        allocate, or look at values.
 
     Returns:
       The outputs.
@@ -123,7 +125,7 @@ def _struct(buffer: Buffer) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(buffer.shape, jnp.dtype(buffer.dtype))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _prepare(program: Program, platform: str) -> None:
     """Refuses, or compiles and loads the kernels: at trace time, when an error has a stack and no command buffer is being recorded."""
     on_cpu = platform == "cpu"
@@ -159,7 +161,9 @@ class _ProgramBody:
 
 
 def _by_name(program: Program, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The buffers in the order of `launcher.buffer_names`; of an update, the result (which shares the input's memory, and may be written)."""
+    """The buffers in the order of `launcher.buffer_names`; of an update, the result (which shares the input's memory, and may be
+    written).
+    """
     fresh = len(program.outputs)
     updated = dict(zip(program.updates, results[fresh:], strict=False))
     return [

@@ -1,15 +1,16 @@
 """Runs the launches of a `Program` on raw buffers with Triton's own launcher: compiled on a GPU, interpreted on a CPU.
 
-On a GPU the launch is one C call per kernel: kernels are compiled from shapes alone before the first run, and a launch passes integer pointers to
-the compiled kernel, past `JITFunction.run` and its checks of every argument.
+On a GPU the launch is one C call per kernel: kernels are compiled from shapes alone before the first run, and a launch passes integer
+pointers to the compiled kernel, past `JITFunction.run` and its checks of every argument.
 """
 
 import importlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def refuse_unless_runnable(program: Program, *, on_cpu: bool) -> None:
             raise UnsupportedError(f"{program.name}: TRITON_INTERPRET=1 is set, but the arrays are on a GPU; unset it and start again")
 
 
-@lru_cache(maxsize=None)
+@cache
 def parameters(kernel: Any) -> tuple[tuple[str, bool], ...]:
     """(name, is it a constexpr) of each parameter, for a compiled and an interpreted kernel alike."""
     if hasattr(kernel, "params"):
@@ -73,7 +74,8 @@ def bind(launch: Launch, kernel: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 def _mismatch(launch: Launch, kernel: Any) -> TypeError:
     names = [f"{name}{': constexpr' if is_constant else ''}" for name, is_constant in parameters(kernel)]
     return TypeError(
-        f"{launch.kernel} takes ({', '.join(names)}): the launch has {len(launch.args)} args and constants {[name for name, _ in launch.constants]}"
+        f"{launch.kernel} takes ({', '.join(names)}): "
+        f"the launch has {len(launch.args)} args and constants {[name for name, _ in launch.constants]}"
     )
 
 
@@ -90,18 +92,13 @@ def interpret(program: Program, tensors: dict[str, Any]) -> None:
                 kernel[launch.grid](*args, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
 
-class describe_failure:  # noqa: N801 - reads as a statement
+@contextmanager
+def describe_failure(program: Program, launch: Launch) -> Iterator[None]:
     """Re-raises what a launch raises with the names of the program and its kernel."""
-
-    def __init__(self, program: Program, launch: Launch) -> None:
-        self.program, self.launch = program, launch
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise RuntimeError(f"{self.program.name}: {self.launch.kernel} failed: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    except Exception as err:
+        raise RuntimeError(f"{program.name}: {launch.kernel} failed: {type(err).__name__}: {err}") from err
 
 
 @dataclass(frozen=True)
@@ -162,12 +159,12 @@ def buffer_names(program: Program) -> tuple[str, ...]:
 def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[CompiledLaunch, ...]:
     import torch
 
-    buffers = {name: buffer for name, buffer in (*program.inputs, *program.outputs, *program.scratch)}
+    buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     index = {name: i for i, name in enumerate(buffer_names(program))}
     launches = []
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes sure that torch has a context: Triton asks it for the device
-        known = _known_options()
+        known = known_options()
         for launch in program.launches:
             if 0 in launch.grid:
                 continue
@@ -198,7 +195,7 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
     return tuple(launches)
 
 
-def _known_options() -> frozenset[str]:
+def known_options() -> frozenset[str]:
     """Compile options of the active target; a launch's options for another vendor are dropped."""
     from triton.compiler.compiler import make_backend
     from triton.runtime import driver
@@ -210,7 +207,7 @@ def _nbytes(buffer: Buffer) -> int:
     return math.prod(buffer.shape) * jnp.dtype(buffer.dtype).itemsize
 
 
-@lru_cache(maxsize=None)
+@cache
 def torch_dtype(name: str) -> Any:
     """The torch dtype of a JAX dtype's name; the names agree."""
     import torch
