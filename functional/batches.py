@@ -78,7 +78,7 @@ class Batch:
         return self._pack(spec or self.spec(**changes), self.key_cache, self.value_cache)
 
     def cache_before(self, spec: CacheSpec | None = None, **changes: Any) -> KVCache:
-        """The cache as a writer finds it: this step's slots are NaN. Writing `new_keys[l]` and `new_values[l]` makes layer l that of `cache`."""
+        """The cache as a writer finds it: this step's slots are NaN. Writing `new_keys[l]` and `new_values[l]` makes layer l `cache`'s."""
         slots = np.asarray(self.metadata.slot_mapping)
         slots = slots[slots >= 0]
         sides = []
@@ -163,6 +163,7 @@ def random_batch(
     cache_dtype: Any = None,
     scales: str = "layer",
     causal: bool = True,
+    sliding_window: int | None = None,
     padding_tokens: int = 3,
     padding_seqs: int = 1,
     spare_blocks: int = 3,
@@ -171,8 +172,8 @@ def random_batch(
 ) -> Batch:
     """A ragged batch whose every shape follows from the options alone, so that one trace serves all seeds.
 
-    Blocks are shuffled over the pool, sequences share prefix blocks, table entries that nobody needs are -1, 2**31 - 1 or num_blocks, and every
-    slot that no sequence owns is NaN, in keys and values. Values are N(0, 1).
+    Blocks are shuffled over the pool, sequences share prefix blocks, table entries that nobody needs are -1, 2**31 - 1 or num_blocks, and
+    every slot that no sequence owns is NaN, in keys and values. Values are N(0, 1).
 
     Args:
       seed: everything is a function of it and of the options.
@@ -187,6 +188,8 @@ def random_batch(
       cache_dtype: default `dtype`.
       scales: of an fp8 cache: "one", "layer" ([L], distinct) or "head" ([L, H], distinct).
       causal: False sees the whole sequence; "cross" is never causal.
+      sliding_window: also makes the keys NaN that lie before the window of every query that could see them, as freed blocks may be. Results
+        without the window are then NaN.
       padding_tokens, padding_seqs: how many at least; T is rounded up to a multiple of 8 unless `padding_tokens` is 0.
       spare_blocks: blocks of the pool that nobody owns.
       share_prefixes: sequences with at least one whole block of context may share their first blocks with another.
@@ -230,7 +233,8 @@ def random_batch(
     positions, slots = np.zeros(T, np.int64), np.full(T, -1, np.int64)
     used = np.zeros((num_blocks, N), bool)
     for s, (q, n) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        p = np.arange(n)
+        first = max(n - q - sliding_window + 1, 0) if sliding_window and q else 0
+        p = np.arange(first, n)
         used[table[s, p // N], p % N] = True
         new = np.arange(max(n - q, 0), n) if writes else np.arange(q)
         positions[starts[s] : starts[s + 1]] = new

@@ -1,8 +1,8 @@
 """The float64 oracle of attention: plain NumPy, token by token, written from SEMANTICS.md Part I and sharing no code with the library.
 
-It takes *logical* arrays, so it judges any kernel whatever its cache layout: keys and values are `[B, N, H, D]`, where slot `block * N + offset`
-is element `[block, offset]`. Every array is read with `np.asarray` and converted to float64, exactly; fp8 and bfloat16 included. Only keys
-that a query sees are ever read, so that NaN, Inf and invalid block ids anywhere else can't matter, by construction.
+It takes *logical* arrays, so it judges any kernel whatever its cache layout: keys and values are `[B, N, H, D]`, where slot
+`block * N + offset` is element `[block, offset]`. Every array is read with `np.asarray` and converted to float64, exactly, fp8 and bfloat16
+included. Only keys that a query sees are ever read: NaN, Inf and invalid block ids anywhere else can't matter, by construction.
 """
 
 import itertools
@@ -120,7 +120,7 @@ def reference_attention(
 
     Args:
       query: [T, Hq, D], any float dtype; fp8 codes are multiplied by `q_scale`.
-      key_cache, value_cache: [B, N, H, D] logical cache of one layer, this step's tokens included; stored values, multiplied here by the scales.
+      key_cache, value_cache: [B, N, H, D] logical cache of one layer, this step's tokens included: stored values, to be multiplied by the scales.
       query_start_loc: [S+1] prefix sums of the query lengths. Tokens at or past its last entry are padding.
       seq_lens: [S] tokens of each sequence in the cache.
       block_table: [S, M]; only entries of blocks that hold a visible key are read.

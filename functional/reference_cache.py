@@ -1,4 +1,4 @@
-"""The oracle of the cache writers, of RoPE and of the cache layouts: plain NumPy, written from SEMANTICS.md Part I, sharing no code with the library."""
+"""The oracle of cache writers, RoPE and layouts: plain NumPy, written from SEMANTICS.md Part I, sharing no code with the library."""
 
 import math
 from typing import Any

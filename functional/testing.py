@@ -1,7 +1,7 @@
 """For people who test an attention kernel, ours or their own.
 
-    batch = random_batch(seed=0, dtype=ml_dtypes.bfloat16)   # ragged, shuffled, NaN where nobody may look
-    out, lse = batch.reference(sliding_window=8)                    # float64, token by token
+    batch = random_batch(seed=0, dtype=ml_dtypes.bfloat16)  # ragged, shuffled, NaN where nobody may look
+    out, lse = batch.reference(sliding_window=8)               # float64, token by token
     mine = my_kernel(batch.query, batch.cache(content="flash"), batch.metadata, ...)
     assert_close(mine, out, dtype=ml_dtypes.bfloat16, what="my kernel")
 
