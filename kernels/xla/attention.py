@@ -1,0 +1,179 @@
+"""The `xla` implementation of paged attention and encoder attention: where keys come from, around the loops of `tiles`."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+from purepage.functional.cache import KVCache, take_blocks
+from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
+from purepage.functional.fp8 import quantize
+from purepage.kernels.xla.tiles import Items, Problem, attend, operand_dtype
+
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class PagedSource:
+    """Stored codes of one layer of a cache, not scaled. `table` is padded to whole chunks."""
+
+    cache: KVCache
+    layer: Int[Array, ""]
+    table: Int[Array, "S M"]
+    blocks: int
+    """Cache blocks of a chunk."""
+
+    @property
+    def chunk(self) -> int:
+        return self.blocks * self.cache.spec.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.local_spec.num_kv_heads
+
+    def load(self, items: Items, index: Array, dtype: np.dtype):
+        spec = self.cache.local_spec
+        ids = lax.dynamic_slice_in_dim(self.table[items.sequence], index * self.blocks, self.blocks, axis=1)
+        sides = take_blocks(self.cache, self.layer, jnp.clip(ids, 0, spec.num_blocks - 1))
+        return tuple(side.reshape(ids.shape[0], self.chunk, spec.num_kv_heads, spec.head_size).astype(dtype) for side in sides)
+
+
+@dataclass(frozen=True)
+class DenseSource:
+    """This step's tokens themselves, packed like the queries."""
+
+    key: Float[Array, "T H D"]
+    value: Float[Array, "T H D"]
+    query_start_loc: Int[Array, " S+1"]
+    chunk: int
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    def rows(self, items: Items, index: Array) -> Int[Array, "R C"]:
+        position = index * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)[None]
+        return self.query_start_loc[items.sequence][:, None] + position - items.context[:, None]
+
+    def load(self, items: Items, index: Array, dtype: np.dtype):
+        rows = jnp.clip(self.rows(items, index), 0, self.key.shape[0] - 1)
+        return self.key[rows].astype(dtype), self.value[rows].astype(dtype)
+
+
+@dataclass(frozen=True)
+class OverlaidSource:
+    """The context from a cache, scaled, and this step's tokens at full precision."""
+
+    paged: PagedSource
+    dense: DenseSource
+    k_scale: Float[Array, " H"]
+    v_scale: Float[Array, " H"]
+
+    @property
+    def chunk(self) -> int:
+        return self.paged.chunk
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.paged.num_kv_heads
+
+    def load(self, items: Items, index: Array, dtype: np.dtype):
+        starts = self.dense.query_start_loc
+        rows = self.dense.rows(items, index)
+        is_new = (rows >= starts[items.sequence][:, None]) & (rows < starts[items.sequence + 1][:, None])
+        stored = self.paged.load(items, index, dtype)
+        scaled = (side * scale[:, None] for side, scale in zip(stored, (self.k_scale, self.v_scale), strict=True))
+        return tuple(
+            jnp.where(is_new[:, :, None, None], new, old) for new, old in zip(self.dense.load(items, index, dtype), scaled, strict=True)
+        )
+
+
+def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
+    spec, metadata = call.cache.local_spec, call.metadata
+    starts, seq_lens, table = (getattr(metadata, name).astype(jnp.int32) for name in ("query_start_loc", "seq_lens", "block_table"))
+    width = table.shape[1]
+    blocks = max(1, min(CHUNK_TOKENS // spec.block_size, width))
+    table = jnp.pad(table, ((0, 0), (0, max(blocks, -(-width // blocks) * blocks) - width)))
+    source = PagedSource(call.cache, call.layer, table, blocks)
+    dtype = operand_dtype(call.query.dtype, spec.dtype, platform)
+    k_scale, v_scale = (
+        jnp.broadcast_to(scale[call.layer], (spec.num_kv_heads,)) if spec.is_quantized else jnp.ones((spec.num_kv_heads,), jnp.float32)
+        for scale in (call.cache.k_scale, call.cache.v_scale)
+    )
+    factor = jnp.float32(call.scale) if call.score_scale is None else call.scale * call.score_scale
+    if new_tokens is not None:
+        dtype = jnp.dtype(jnp.float32)
+        source = OverlaidSource(source, DenseSource(*new_tokens, starts, source.chunk), k_scale, v_scale)
+        k_scale, v_scale = jnp.ones_like(k_scale), None
+    problem = Problem(
+        query=call.query,
+        query_start_loc=starts,
+        lengths=jnp.minimum(seq_lens, width * spec.block_size),  # a position past the table has no block
+        contexts=seq_lens - (starts[1:] - starts[:-1]),
+        source=source,
+        score_factor=factor * k_scale,
+        sinks=call.sinks,
+        alibi_slopes=call.alibi_slopes,
+        qq_bias=call.qq_bias,
+        causal=metadata.causal,
+        sliding_window=call.sliding_window,
+        logits_soft_cap=call.logits_soft_cap,
+        max_query_len=metadata.max_query_len,
+        dtype=dtype,
+        varying=(call, new_tokens),
+    )
+    out, lse = attend(problem, platform)
+    if v_scale is not None and spec.is_quantized:
+        out = out * jnp.repeat(v_scale, call.query.shape[1] // spec.num_kv_heads)[None, :, None]
+    if call.output_scale is not None:
+        return quantize(out, call.output_scale, call.output_dtype), lse
+    return out.astype(call.output_dtype), lse
+
+
+def _encoder_attention(call: EncoderAttentionCall, *, platform: str):
+    starts = call.metadata.query_start_loc.astype(jnp.int32)
+    lengths = starts[1:] - starts[:-1]
+    heads = call.key.shape[1]
+    factor = jnp.float32(call.scale) if call.score_scale is None else call.scale * call.score_scale
+    problem = Problem(
+        query=call.query,
+        query_start_loc=starts,
+        lengths=lengths,
+        contexts=jnp.zeros_like(lengths),
+        source=DenseSource(call.key, call.value, starts, min(CHUNK_TOKENS, max(1, call.key.shape[0]))),
+        score_factor=jnp.broadcast_to(factor, (heads,)),
+        sinks=call.sinks,
+        alibi_slopes=None,
+        qq_bias=None,
+        causal=call.causal,
+        sliding_window=call.sliding_window,
+        logits_soft_cap=call.logits_soft_cap,
+        max_query_len=call.metadata.max_query_len,
+        dtype=operand_dtype(call.query.dtype, call.key.dtype, platform),
+        varying=call,
+    )
+    return attend(problem, platform)[0].astype(call.query.dtype)
+
+
+_jitted_paged = jax.jit(_paged_attention, static_argnames=("platform",))
+_jitted_encoder = jax.jit(_encoder_attention, static_argnames=("platform",))
+
+
+def paged_attention(call: PagedAttentionCall):
+    """(out [T, Hq, D], lse f32[T, Hq]) of a checked call."""
+    return _jitted_paged(call, None, platform=jax.default_backend())
+
+
+def paged_attention_with_new_tokens(call: PagedAttentionCall, key: Float[Array, "T H D"], value: Float[Array, "T H D"]):
+    """As `paged_attention`, but this step's tokens are attended from the dense `key` and `value`, at full precision.
+
+    That is what ROCM_ATTN's prefix prefill does: with an fp8 cache its new tokens do not pass through fp8 (SEMANTICS.md, II.2.3 and G3).
+    """
+    return _jitted_paged(call, (key, value), platform=jax.default_backend())
+
+
+def encoder_attention(call: EncoderAttentionCall):
+    """out [T, Hq, D] of a checked call."""
+    return _jitted_encoder(call, platform=jax.default_backend())

@@ -1,0 +1,284 @@
+"""Attention over ragged batches in plain JAX: tiles of queries, an online softmax over chunks of keys, loops as long as the batch needs.
+
+One work item is a tile of queries of one sequence. The outer loop runs over the items that exist, the inner one over the chunks of
+keys that the item can see, so time follows the sequences' lengths and the window, and memory is that of a chunk. Sequences with one query
+(decode) and with many (prefill) are separate passes with tiles of their own size. Where keys come from is a `Source`: a paged cache, dense
+arrays, or both.
+
+The online softmax is that of FlashAttention (Dao et al., 2022); the batch layout is that of AITER's `unified_attention`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+from purepage.kernels.xla.varying import vary_like
+
+LOG_ZERO = -jnp.inf
+
+SMALL_QUERIES = 16
+"""A batch whose longest query is up to this long is one pass."""
+QUERY_TILE = 128
+SCORE_ELEMENTS = 1 << 22
+"""Bound on items * queries * heads * chunk of one step: 16 MiB of float32 scores."""
+GATHERED_ELEMENTS = {"cpu": 1 << 20, "accelerator": 1 << 23}
+"""Bound on items * chunk * KV heads * head size. A CPU runs items one after another, an accelerator wants many side by side."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """R work items: a tile of consecutive queries of one sequence each. A count of 0 is no item."""
+
+    sequence: Int[Array, " R"]
+    first: Int[Array, " R"]
+    """Row of the flat batch where the tile starts."""
+    count: Int[Array, " R"]
+    first_position: Int[Array, " R"]
+    """Position of that row's token in its sequence."""
+    seq_len: Int[Array, " R"]
+    context: Int[Array, " R"]
+    """Tokens of the sequence before this step's."""
+
+
+class Source(Protocol):
+    """Where the keys and values of a sequence come from, `chunk` positions at a time."""
+
+    chunk: int
+    num_kv_heads: int
+
+    def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R C H D"], Float[Array, "R C H D"]]:
+        """Keys and values of positions `index * chunk` onwards; those that nobody sees may hold anything."""
+        ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is attended to what. `lengths` bounds the keys of each sequence, `score_factor` f32[H] multiplies the raw products."""
+
+    query: Float[Array, "T Hq D"]
+    query_start_loc: Int[Array, " S+1"]
+    lengths: Int[Array, " S"]
+    contexts: Int[Array, " S"]
+    source: Source
+    score_factor: Float[Array, " H"]
+    sinks: Float[Array, " Hq"] | None
+    alibi_slopes: Float[Array, " Hq"] | None
+    qq_bias: Float[Array, "Lq Lk"] | None
+    causal: bool
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    max_query_len: int
+    dtype: np.dtype
+    """Dtype of the products' operands."""
+    varying: object
+    """The arrays that the results depend on, for the types of loop states inside `shard_map`."""
+
+
+def _tiling(problem: Problem, queries: int, platform: str) -> tuple[int, int]:
+    """(queries of an item, items that advance together)."""
+    num_heads, head_size = problem.query.shape[1:]
+    chunk = problem.source.chunk
+    rows = max(1, min(queries, SCORE_ELEMENTS // (num_heads * chunk)))
+    room = GATHERED_ELEMENTS["cpu" if platform == "cpu" else "accelerator"]
+    by_scores = SCORE_ELEMENTS // max(1, rows * num_heads * chunk)
+    return rows, max(1, min(problem.lengths.shape[0], by_scores, room // (chunk * problem.source.num_kv_heads * head_size)))
+
+
+def _passes(max_query_len: int, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
+    """(shortest, longest, tile) query lengths of each pass over the batch."""
+    longest = min(max_query_len, num_tokens)
+    if longest <= SMALL_QUERIES:
+        return ((1, longest, longest),)
+    return ((1, 1, 1), (2, longest, min(QUERY_TILE, longest)))
+
+
+def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, " C"]) -> Bool[Array, "R Q C"]:
+    query_at = items.first_position[:, None, None] + jnp.arange(rows)[None, :, None]
+    key_at = keys[:, None, :]
+    keep = key_at < items.seq_len[:, None, None]
+    if problem.causal:
+        keep &= key_at <= query_at
+    if problem.sliding_window is not None:
+        keep &= query_at - key_at < problem.sliding_window
+        if not problem.causal:
+            keep &= key_at - query_at < problem.sliding_window
+    return keep & (jnp.arange(rows)[None, :, None] < items.count[:, None, None])
+
+
+def _bias(problem: Problem, items: Items, rows: int, keys: Int[Array, "R C"]) -> Float[Array, "R Hq Q C"] | None:
+    """ALiBi and query-query bias, natural-log units."""
+    query_at = items.first_position[:, None] + jnp.arange(rows)[None]
+    bias = None
+    if problem.alibi_slopes is not None:
+        distance = (keys[:, None, :] - query_at[:, :, None]).astype(jnp.float32)
+        bias = problem.alibi_slopes[None, :, None, None] * distance[:, None]
+    if problem.qq_bias is not None:
+        row = query_at - items.context[:, None]
+        column = keys - items.context[:, None]
+        height, width = problem.qq_bias.shape
+        inside = ((row >= 0) & (row < height))[:, :, None] & ((column >= 0) & (column < width))[:, None, :]
+        if height and width:
+            picked = problem.qq_bias[jnp.clip(row, 0, height - 1)[:, :, None], jnp.clip(column, 0, width - 1)[:, None, :]]
+            picked = jnp.where(inside, picked, 0.0)[:, None]
+            bias = picked if bias is None else bias + picked
+    return bias
+
+
+def _dot(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
+    return jnp.einsum(spec, left, right, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _weighted_values(
+    weights: Float[Array, "R H G Q C"], values: Float[Array, "R C H D"], keep: Bool[Array, "R Q C"]
+) -> Float[Array, "R H G Q D"]:
+    """`weights @ values`, in which a non-finite value reaches only the queries that see its key: 0 * NaN would reach all."""
+
+    def plain(values):
+        return _dot("rhgqc,rchd->rhgqd", weights.astype(values.dtype), values)
+
+    def guarded(values):
+        finite = jnp.isfinite(values)
+        out = plain(jnp.where(finite, values, 0))
+        seen = keep.astype(jnp.float32)
+
+        def sees(bad):
+            return _dot("rqc,rchd->rhqd", seen, bad.astype(jnp.float32))[:, :, None] > 0
+
+        up, down, undefined = sees(values == jnp.inf), sees(values == -jnp.inf), sees(jnp.isnan(values))
+        out = jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, out))
+        return jnp.where(undefined | (up & down), jnp.nan, out)
+
+    if keep.shape[1] == 1:  # one query: what it does not see is zeroed already
+        return plain(values)
+    return lax.cond(jnp.all(jnp.isfinite(values)), plain, guarded, values)
+
+
+def _attend_items(problem: Problem, items: Items, rows: int):
+    """Online softmax over the chunks that the items see: (out f32[R, Q, Hq, D], lse f32[R, Q, Hq])."""
+    count = items.sequence.shape[0]
+    tokens, num_heads, head_size = problem.query.shape
+    chunk, heads = problem.source.chunk, problem.source.num_kv_heads
+    group = num_heads // heads
+    token = items.first[:, None] + jnp.arange(rows)[None]
+    query = problem.query[jnp.minimum(token, tokens - 1)].astype(problem.dtype).reshape(count, rows, heads, group, head_size)
+
+    last_position = items.first_position + items.count - 1
+    stop = jnp.minimum(items.seq_len, last_position + 1) if problem.causal else items.seq_len
+    start = jnp.zeros_like(stop)
+    if problem.sliding_window is not None:
+        start = jnp.maximum(0, items.first_position - (problem.sliding_window - 1))
+        if not problem.causal:
+            stop = jnp.minimum(stop, last_position + problem.sliding_window)
+    live = (items.count > 0) & (start < stop)
+    first_chunk = jnp.min(jnp.where(live, start // chunk, jnp.iinfo(jnp.int32).max))
+    end_chunk = jnp.max(jnp.where(live, -(-stop // chunk), 0))
+
+    def step(index, state):
+        peak, mass, out = state
+        keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
+        key, value = problem.source.load(items, index, problem.dtype)
+        keep = _visible(problem, items, rows, keys)
+        value = jnp.where(jnp.any(keep, axis=1)[:, :, None, None], value, 0)
+
+        scores = _dot("rqhgd,rchd->rhgqc", query, key) * problem.score_factor[None, :, None, None, None]
+        if problem.logits_soft_cap is not None:
+            scores = problem.logits_soft_cap * jnp.tanh(scores / problem.logits_soft_cap)
+        bias = _bias(problem, items, rows, jnp.broadcast_to(keys, (count, chunk)))
+        if bias is not None:
+            scores += jnp.broadcast_to(bias, (count, num_heads, rows, chunk)).reshape(scores.shape)
+        scores = jnp.where(keep[:, None, None], scores, LOG_ZERO)
+
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        base = jnp.where(new_peak == LOG_ZERO, 0.0, new_peak)
+        weights = jnp.exp(scores - base[..., None])
+        decay = jnp.exp(peak - base)
+        mass = mass * decay + jnp.sum(weights, axis=-1)
+        out = out * decay[..., None] + _weighted_values(weights, value, keep)
+        return new_peak, mass, out
+
+    shape = (count, heads, group, rows)
+    if problem.sinks is None:
+        peak, mass = jnp.full(shape, LOG_ZERO, jnp.float32), jnp.zeros(shape, jnp.float32)
+    else:
+        peak = jnp.broadcast_to(problem.sinks.reshape(1, heads, group, 1), shape)
+        mass = jnp.where(peak == LOG_ZERO, 0.0, 1.0)
+    state = vary_like((peak, mass, jnp.zeros((*shape, head_size), jnp.float32)), problem.varying)
+    peak, mass, out = lax.fori_loop(jnp.minimum(first_chunk, end_chunk), end_chunk, step, state)
+
+    out = out / jnp.where(mass == 0, 1.0, mass)[..., None]  # without a visible key out is 0
+    lse = peak + jnp.log(mass)
+    out = jnp.moveaxis(out, 3, 1).reshape(count, rows, num_heads, head_size)
+    return out, jnp.moveaxis(lse, 3, 1).reshape(count, rows, num_heads)
+
+
+def _attend_pass(problem: Problem, bounds: tuple[int, int, int], platform: str):
+    """One pass: (out f32[T, Hq, D], lse f32[T, Hq], tokens that it served bool[T])."""
+    shortest, longest, tile = bounds
+    tokens, num_heads, head_size = problem.query.shape
+    seqs = problem.lengths.shape[0]
+    queries, together = _tiling(problem, tile, platform)
+    starts = problem.query_start_loc
+    lens = starts[1:] - starts[:-1]
+    mine = (lens >= shortest) & (lens <= longest)
+    tiles = jnp.where(mine, -(-lens // queries), 0)
+    ends = jnp.cumsum(tiles)
+    most = min(seqs, tokens) if longest == 1 else -(-tokens // queries) + min(seqs, tokens)
+    groups = max(1, -(-most // together))
+
+    def items_of(group) -> Items:
+        index = group * together + jnp.arange(together, dtype=jnp.int32)
+        sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), seqs - 1).astype(jnp.int32)
+        inside = (index - (ends - tiles)[sequence]) * queries
+        return Items(
+            sequence=sequence,
+            first=starts[sequence] + inside,
+            count=jnp.where(index < ends[-1], jnp.clip(lens[sequence] - inside, 0, queries), 0),
+            first_position=problem.contexts[sequence] + inside,
+            seq_len=problem.lengths[sequence],
+            context=problem.contexts[sequence],
+        )
+
+    def step(group, state):
+        parts = _attend_items(problem, items_of(group), queries)
+        return tuple(lax.dynamic_update_slice_in_dim(rows, part, group * together, axis=0) for rows, part in zip(state, parts, strict=True))
+
+    shape = (groups * together, queries, num_heads)
+    state = vary_like((jnp.zeros((*shape, head_size), jnp.float32), jnp.full(shape, LOG_ZERO, jnp.float32)), problem.varying)
+    needed = -(-ends[-1] // together)
+    outs, lses = lax.fori_loop(jnp.zeros_like(needed), needed, step, state)
+
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, seqs - 1)
+    served = (token < starts[-1]) & mine[sequence]
+    inside = token - starts[sequence]
+    item = jnp.clip((ends - tiles)[sequence] + inside // queries, 0, shape[0] - 1)
+    row = jnp.clip(inside % queries, 0, queries - 1)
+    return outs[item, row], lses[item, row], served
+
+
+def attend(problem: Problem, platform: str) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    """(out f32[T, Hq, D], lse f32[T, Hq]) of a ragged batch; padding tokens give 0 and -inf."""
+    tokens, num_heads, head_size = problem.query.shape
+    out = jnp.zeros((tokens, num_heads, head_size), jnp.float32)
+    lse = jnp.full((tokens, num_heads), LOG_ZERO, jnp.float32)
+    if tokens and problem.lengths.shape[0] and problem.max_query_len:
+        for bounds in _passes(problem.max_query_len, tokens):
+            part, part_lse, served = _attend_pass(problem, bounds, platform)
+            out = jnp.where(served[:, None, None], part, out)
+            lse = jnp.where(served[:, None], part_lse, lse)
+    return out, lse
+
+
+def operand_dtype(query_dtype: np.dtype, key_dtype: np.dtype, platform: str) -> np.dtype:
+    """Dtype of the products: exact for both operands; a CPU has no faster unit than float32's."""
+    if platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    query_dtype, key_dtype = jnp.dtype(query_dtype), jnp.dtype(key_dtype)
+    if query_dtype.itemsize == key_dtype.itemsize == 1:
+        return jnp.dtype(jnp.bfloat16)
+    if 1 in (query_dtype.itemsize, key_dtype.itemsize):
+        return max(query_dtype, key_dtype, key=lambda dtype: dtype.itemsize)
+    return jnp.promote_types(query_dtype, key_dtype)
