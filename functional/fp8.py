@@ -85,8 +85,9 @@ def quantize(values: Float[Array, "..."], scale: Any, dtype: Any) -> Array:
 def _divide_within(x: Array, scale: Array, top: float) -> Array:
     """x / scale, correctly rounded wherever the quotient is within +-top.
 
-    XLA turns a division by a constant into a product with its reciprocal, and divides approximately on some GPUs; a quotient that is off by a
-    unit in the last place is off by a code at a tie. One Newton step on the exact residual repairs both. Halves of 12 bits multiply exactly.
+    XLA turns a division by a constant into a product with its reciprocal, and divides approximately on some GPUs; a quotient that is off
+    by a unit in the last place is off by a code at a tie. One Newton step on the exact residual repairs both: halves of 12 bits multiply
+    exactly.
     """
     quotient = jnp.clip(x / scale, -top, top)
     q, s = _halves(quotient), _halves(scale)
@@ -101,9 +102,10 @@ def _halves(x: Array) -> tuple[Array, Array]:
 
 
 def e4m3fn_to_fnuz(codes: Float[Array, "..."], scale: Any) -> tuple[Array, Array]:
-    """e4m3fn codes and their scale as e4m3fnuz ones of the same values, exactly: a code's bits mean half as much there, so the scale doubles.
+    """e4m3fn codes and their scale as e4m3fnuz ones of the same values, exactly.
 
-    Only -0 (which e4m3fnuz lacks; its bits are NaN there) and the NaNs change bits. For weights and caches that come from another machine.
+    The same bits mean half as much in e4m3fnuz, so the scale doubles. Only -0 (whose bits are NaN there) and the NaNs change bits. For
+    weights and caches that come from another machine.
     """
     if jnp.dtype(codes.dtype) != _E4M3FN:
         bad_type("codes", codes, f"of dtype {_E4M3FN.name}")
