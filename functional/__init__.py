@@ -9,7 +9,10 @@ from .blocks import Blocks, convert_cache, copy_blocks, gather_blocks, scatter_b
 from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, init_cache
 from .config import AttentionConfig, AttentionType
 from .errors import UnsupportedError
+from .fused import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
 from .metadata import AttentionMetadata, make_metadata, validate_metadata
+from .rotary import rotary_embedding
+from .writers import update_cache
 
 __all__ = [
     "AttentionConfig",
@@ -28,6 +31,11 @@ __all__ = [
     "init_cache",
     "make_metadata",
     "paged_attention",
+    "qk_norm_mrope_and_update_cache",
+    "qk_norm_rope_and_update_cache",
+    "rope_and_update_cache",
+    "rotary_embedding",
     "scatter_blocks",
+    "update_cache",
     "validate_metadata",
 ]

@@ -31,7 +31,12 @@ from .functional import (
     init_cache,
     make_metadata,
     paged_attention,
+    qk_norm_mrope_and_update_cache,
+    qk_norm_rope_and_update_cache,
+    rope_and_update_cache,
+    rotary_embedding,
     scatter_blocks,
+    update_cache,
     validate_metadata,
 )
 
@@ -55,7 +60,12 @@ __all__ = [
     "init_cache",
     "make_metadata",
     "paged_attention",
+    "qk_norm_mrope_and_update_cache",
+    "qk_norm_rope_and_update_cache",
+    "rope_and_update_cache",
+    "rotary_embedding",
     "scatter_blocks",
+    "update_cache",
     "validate_metadata",
 ]
 
