@@ -92,8 +92,10 @@ def check_slots(slot_mapping: Any, num_tokens: int) -> Array:
         bad_type("slot_mapping", slot_mapping, "of an integer dtype")
     if slot_mapping.shape[0] > num_tokens:
         bad_value("slot_mapping", slot_mapping, f"at most as long as there are tokens ({num_tokens})")
-    if isinstance(slot_mapping, np.ndarray) and slot_mapping.size and slot_mapping.max() > 2**31 - 1:
-        bad_value("slot_mapping", int(slot_mapping.max()), "below 2**31")
+    if isinstance(slot_mapping, np.ndarray) and slot_mapping.size:
+        for slot in (int(slot_mapping.min()), int(slot_mapping.max())):
+            if not -(2**31) <= slot < 2**31:
+                bad_value("slot_mapping", slot, "within int32: without 64-bit mode JAX would keep its low 32 bits, another slot")
     slots = jnp.asarray(slot_mapping)
     if slots.dtype.itemsize == 8 or slots.dtype == jnp.uint32:
         top = jnp.iinfo(jnp.int32).max  # a slot this far is past every cache, so it is skipped like the one it stands for

@@ -38,7 +38,7 @@ def update_cache(
       cache: never changed, unless donated.
       key, value: [T, H, D], float32, float16 or bfloat16. Rows past the end of `slot_mapping` are ignored.
       slot_mapping: i32[<= T] or i64, block * block_size + offset. Slots below 0 and at or past num_blocks * block_size skip their token.
-        Of two tokens with one slot either may win.
+        Two tokens with one slot: undefined (`validate_metadata` finds them).
       layer: layer of the cache, an int or a traced i32 scalar.
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
 
