@@ -5,8 +5,9 @@ recorded into XLA's command buffer: it then runs while XLA records and not on la
 a body may depend on shapes only, launches on the stream that it is given, neither allocates nor waits, and calls no JAX function (that
 deadlocks).
 
-`vmap` runs a body once for each entry of the batch, one after another. Under `jit` over sharded arrays, wrap the call in `jax.shard_map`:
-XLA does not know how to split a body, and gathers its arguments first.
+`vmap` runs a body once for each entry of the batch, one after another. Over sharded arrays, wrap the call in `jax.shard_map`: XLA does
+not know how to split a body. Arrays that are seen to be sharded are refused; where the compiler shards by itself (`AxisType.Auto` under
+`jit`) nobody sees it, the result is right, and the arguments are gathered first.
 """
 
 import os
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jaxtyping import Array
 
-from ..functional.errors import bad_value
+from ..functional.errors import UnsupportedError, bad_value, describe
 from ..kernels.launch import Buffer, Program
 from . import launcher
 
@@ -118,7 +119,21 @@ def check_inputs(program: Program, arrays: Mapping[str, Any]) -> tuple[Array, ..
         array = arrays[name]
         if tuple(array.shape) != buffer.shape or jnp.dtype(array.dtype) != jnp.dtype(buffer.dtype):
             bad_value(f"{program.name}: input {name}", array, f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]")
+        if _is_sharded(array):
+            raise UnsupportedError(
+                f"{program.name}: input {name} is {describe(array)}, sharded as {jax.typeof(array).sharding.spec}: "
+                "kernels see one device's memory; wrap the call in jax.shard_map"
+            )
     return tuple(arrays[name] for name in expected)
+
+
+def _is_sharded(array: Array) -> bool:
+    """Whether the array is known to be cut up: a concrete one, or a traced one over axes of explicit sharding. Axes that the compiler shards
+    by itself can't be seen here.
+    """
+    if isinstance(array, jax.core.Tracer):
+        return any(axis is not None for axis in jax.typeof(array).sharding.spec)
+    return not getattr(array, "is_fully_replicated", True)
 
 
 def _struct(buffer: Buffer) -> jax.ShapeDtypeStruct:

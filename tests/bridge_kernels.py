@@ -1,8 +1,17 @@
-"""Three small kernels as `Program`s, for the tests of the bridges: an element-wise one, a scatter into a pool, two launches with scratch."""
+"""Three small kernels as `Program`s, for the tests of the bridges: an element-wise one, a scatter into a pool, two launches with scratch.
+
+On a GPU they are compiled, elsewhere interpreted: the same tests serve both.
+"""
+
+import os
+
+import jax
+
+if jax.default_backend() == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl
-
 from purepage.kernels.launch import Buffer, Launch, Program
 
 _HERE = "bridge_kernels"
