@@ -15,7 +15,7 @@ from .errors import bad_type, bad_value
 from .metadata import AttentionMetadata, check_metadata
 
 
-def _output_dtype(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -> np.dtype:
+def output_dtype_of(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -> np.dtype:
     if output_dtype is None:
         if quantized:
             return jnp.dtype("float8_e4m3fn")
@@ -30,6 +30,54 @@ def _output_dtype(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -> 
         hint = ": an fp8 output needs output_scale" if dtype in FP8_DTYPES else ""
         bad_value("output_dtype", dtype.name, f"one of {', '.join(d.name for d in MODEL_DTYPES)}{hint}")
     return dtype
+
+
+def paged_attention_call(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    layer: Any = 0,
+    scale: Any = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    q_scale: Any = None,
+    output_scale: Any = None,
+    output_dtype: Any = None,
+    qq_bias: Any = None,
+    return_lse: bool = False,
+) -> PagedAttentionCall:
+    """The checked call that `paged_attention` makes of its arguments; see there."""
+    spec = check_cache(cache)
+    check_metadata(metadata)
+    query = check_query(query, spec, fp8=True)
+    num_heads = query.shape[1]
+    factor, traced = split_scale(scale, spec.head_size)
+    if qq_bias is not None:
+        if np.ndim(qq_bias) != 2:
+            bad_value("qq_bias", qq_bias, "None or an array of shape [Lq, Lk]")
+        qq_bias = jnp.asarray(qq_bias, jnp.float32)
+    if not isinstance(return_lse, bool):
+        bad_type("return_lse", return_lse, "a static bool")
+    quantum = optional_scalar("output_scale", output_scale)
+    return PagedAttentionCall(
+        query=query,
+        cache=cache,
+        metadata=metadata,
+        layer=check_layer(layer, spec),
+        score_scale=product(traced, optional_scalar("q_scale", q_scale)),
+        alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, num_heads),
+        sinks=optional_vector("sinks", sinks, num_heads),
+        qq_bias=qq_bias,
+        output_scale=quantum,
+        scale=factor,
+        sliding_window=check_sliding_window(sliding_window),
+        logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
+        output_dtype=output_dtype_of(query.dtype, output_dtype, quantum is not None),
+        return_lse=return_lse,
+    )
 
 
 def paged_attention(
@@ -72,39 +120,27 @@ def paged_attention(
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
 
     Returns:
-      out [T, Hq, D], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key give 0
-      and lse -inf (the sink where there is one).
+      out [T, Hq, D], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key
+      give 0 and lse -inf (the sink where there is one).
 
     Raises:
       ValueError, TypeError: a bad argument: its name, what it was, what it must be.
       UnsupportedError: the named implementation can't serve the call.
     """
-    spec = check_cache(cache)
-    check_metadata(metadata)
-    query = check_query(query, spec, fp8=True)
-    num_heads = query.shape[1]
-    factor, traced = split_scale(scale, spec.head_size)
-    if qq_bias is not None:
-        if np.ndim(qq_bias) != 2:
-            bad_value("qq_bias", qq_bias, "None or an array of shape [Lq, Lk]")
-        qq_bias = jnp.asarray(qq_bias, jnp.float32)
-    if not isinstance(return_lse, bool):
-        bad_type("return_lse", return_lse, "a static bool")
-    quantum = optional_scalar("output_scale", output_scale)
-    call = PagedAttentionCall(
-        query=query,
-        cache=cache,
-        metadata=metadata,
-        layer=check_layer(layer, spec),
-        score_scale=product(traced, optional_scalar("q_scale", q_scale)),
-        alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, num_heads),
-        sinks=optional_vector("sinks", sinks, num_heads),
+    call = paged_attention_call(
+        query,
+        cache,
+        metadata,
+        layer=layer,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_scale=q_scale,
+        output_scale=output_scale,
+        output_dtype=output_dtype,
         qq_bias=qq_bias,
-        output_scale=quantum,
-        scale=factor,
-        sliding_window=check_sliding_window(sliding_window),
-        logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
-        output_dtype=_output_dtype(query.dtype, output_dtype, quantum is not None),
         return_lse=return_lse,
     )
     out, lse = dispatch.run("paged_attention", call, implementation)
@@ -144,7 +180,7 @@ def encoder_attention(
     """
     check_metadata(metadata)
     key = check_tokens("key", key, None, None)
-    tokens, heads, head_size = key.shape
+    _, heads, head_size = key.shape
     query = check_tokens("query", query, None, head_size)
     value = check_tokens("value", value, heads, head_size)
     check_head_ratio(query.shape[1], heads)

@@ -33,8 +33,8 @@ def _module(name: str) -> ModuleType | None:
 def refusals(operation: str, call: Any, implementation: str, *, by_name: bool) -> tuple[str, ...]:
     """Why `implementation` can't serve `call`, one reason an entry; empty where it can.
 
-    `by_name` is False when the caller left the choice to us: then an implementation also declines what it can do but should not be picked for,
-    such as kernels through an interpreter.
+    `by_name` is False when the caller left the choice to us: then an implementation also declines what it can do but should not be picked
+    for, such as kernels through an interpreter.
     """
     module = _module(implementation)
     if module is None:
@@ -57,7 +57,9 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> str:
             reasons[name] = refusals(operation, call, name, by_name=False)
             if not reasons[name]:
                 return name
-        raise UnsupportedError(f"no implementation can serve this {operation}: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in reasons.items()))
+        raise UnsupportedError(
+            f"no implementation can serve this {operation}: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in reasons.items())
+        )
     if implementation not in IMPLEMENTATIONS:
         bad_value("implementation", implementation, f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
     why = refusals(operation, call, implementation, by_name=True)
@@ -68,7 +70,7 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> str:
     raise UnsupportedError(f"{implementation} can't serve this {operation}: {', '.join(why)}; {able}")
 
 
-def run(operation: str, call: Any, implementation: str | None) -> Any:
-    """Runs `call` with the implementation of that name, or the best that can serve it."""
+def run(operation: str, call: Any, implementation: str | None, *operands: Any) -> Any:
+    """Runs `call` (and what the operation takes beside it) with the implementation of that name, or the best that can serve it."""
     module = _module(choose(operation, call, implementation))
-    return getattr(module, operation)(call)
+    return getattr(module, operation)(call, *operands)

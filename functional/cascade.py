@@ -1,0 +1,201 @@
+"""Attention in parts: merging two results over disjoint keys, and a prefix that every sequence shares read once.
+
+Sources: `merge_attn_states` and `cascade_attention` of vLLM; the merge is that of FlashAttention's split (Dao et al., 2022).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from . import dispatch
+from .attention import output_dtype_of, paged_attention
+from .cache import CacheSpec, KVCache, check_cache
+from .calls import MergeCall
+from .checks import check_query, check_tokens, optional_scalar
+from .config import int_or_none
+from .errors import UnsupportedError, bad_type, bad_value
+from .fp8 import quantize
+from .metadata import AttentionMetadata, check_metadata
+
+
+def merge_attention_states(
+    out_a: Float[Array, "T Hq D"],
+    lse_a: Float[Array, "T Hq"],
+    out_b: Float[Array, "T Hq D"],
+    lse_b: Float[Array, "T Hq"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
+    """Two attention results of the same queries over disjoint keys as one result over both. Ports vLLM's `merge_attn_states`.
+
+    Args:
+      out_a, out_b: [T, Hq, D], float32, float16 or bfloat16, each normalised by its own softmax denominator.
+      lse_a, lse_b: f32[T, Hq], natural log of these denominators; -inf is a side without a visible key, whose output is not read.
+      implementation: see `paged_attention`.
+
+    Returns:
+      (out [T, Hq, D] in the dtype of `out_a`, lse f32[T, Hq]). Float32 inside, one rounding. Two empty sides give 0 and -inf. Sinks must
+      have entered one side only.
+
+    Raises:
+      ValueError, TypeError: names the argument, what it was and what it must be.
+      UnsupportedError: see `paged_attention`.
+    """
+    out_a, out_b = check_tokens("out_a", out_a, None, None), check_tokens("out_b", out_b, None, None)
+    if out_b.shape != out_a.shape:
+        bad_value("out_b", out_b, f"of the shape of out_a {list(out_a.shape)}")
+    sides = []
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if tuple(np.shape(lse)) != out_a.shape[:2]:
+            bad_value(name, lse, f"of shape [T, Hq] = {list(out_a.shape[:2])}")
+        if not jnp.issubdtype(jnp.asarray(lse).dtype, jnp.floating):
+            bad_type(name, lse, "of a float dtype")
+        sides.append(jnp.asarray(lse, jnp.float32))
+    call = MergeCall(out_a=out_a, lse_a=sides[0], out_b=out_b, lse_b=sides[1])
+    return dispatch.run("merge_attention_states", call, implementation)
+
+
+def cascade_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    common_prefix_len: int,
+    layer: Any = 0,
+    scale: Any = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    q_scale: Any = None,
+    output_scale: Any = None,
+    output_dtype: Any = None,
+    qq_bias: Any = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """`paged_attention` of sequences that share their first tokens: the shared prefix is read once for all of them.
+
+    The prefix is attended by all tokens as one sequence, what follows it by each sequence alone, and the two are merged. Every sequence
+    that has queries and keys must lead with the blocks of the first such row, and no query may lie before the prefix's end: that is how
+    vLLM's scheduler counts common blocks. (Both ROCm backends leave cascade attention off; the result is the same.)
+
+    Args:
+      common_prefix_len: tokens of the prefix, a static int, a multiple of the cache's block size; 0 is plain `paged_attention`.
+      sliding_window, alibi_slopes: None, unless the prefix is 0: both need each query's distance from the prefix.
+      sinks: enter once.
+      The others: see `paged_attention`.
+
+    Returns:
+      As `paged_attention`, and the same values to rounding. Where values are traced and can't be checked, a token whose sequence does not
+      share the prefix gives NaN.
+
+    Raises:
+      ValueError: a prefix that is no multiple of the block size or longer than the table; where values are concrete, also the sequence that
+        does not share it.
+      UnsupportedError: `sliding_window` or `alibi_slopes` with a prefix; the rest as `paged_attention`.
+    """
+    spec = check_cache(cache)
+    check_metadata(metadata)
+    query = check_query(query, spec, fp8=True)
+    prefix = _prefix_blocks(common_prefix_len, spec, metadata)
+    shared = {"layer": layer, "scale": scale, "logits_soft_cap": logits_soft_cap, "q_scale": q_scale, "implementation": implementation}
+    outer = {"output_scale": output_scale, "output_dtype": output_dtype, "return_lse": return_lse}
+    positional = {"sliding_window": sliding_window, "alibi_slopes": alibi_slopes}
+    refused = [name for name, value in positional.items() if value is not None]
+    if prefix and refused:
+        raise UnsupportedError(
+            f"cascade_attention can't serve {', '.join(refused)}: the shared part has no query positions; paged_attention can"
+        )
+    if not prefix or not metadata.seq_lens.shape[0]:
+        return paged_attention(query, cache, metadata, sinks=sinks, qq_bias=qq_bias, **positional, **shared, **outer)
+    if not isinstance(return_lse, bool):
+        bad_type("return_lse", return_lse, "a static bool")
+    quantum = optional_scalar("output_scale", output_scale)
+    dtype = output_dtype_of(query.dtype, output_dtype, quantum is not None)
+
+    live, shares = _sharing(metadata, prefix, spec.block_size)
+    _check_sharing(live, shares, common_prefix_len)
+    parts = {"output_dtype": jnp.float32, "return_lse": True, **shared}  # float32 until the one rounding at the end
+    prefix_out, prefix_lse = paged_attention(
+        query, cache, _prefix_metadata(metadata, live, prefix, spec.block_size, query.shape[0]), **parts
+    )
+    suffix_out, suffix_lse = paged_attention(
+        query, cache, _suffix_metadata(metadata, prefix, spec.block_size), sinks=sinks, qq_bias=qq_bias, **parts
+    )
+    sequence = _sequence_of_tokens(metadata, query.shape[0])
+    sees_prefix, broken = live[sequence], (live & ~shares)[sequence]
+    prefix_lse = jnp.where(sees_prefix[:, None], prefix_lse, -jnp.inf)
+    out, lse = merge_attention_states(prefix_out, prefix_lse, suffix_out, suffix_lse, implementation=implementation)
+    broken &= jnp.arange(query.shape[0]) < metadata.query_start_loc[-1]
+    out, lse = jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
+    out = out.astype(dtype) if quantum is None else quantize(out, quantum, dtype)
+    return (out, lse) if return_lse else out
+
+
+def _prefix_blocks(length: Any, spec: CacheSpec, metadata: AttentionMetadata) -> int:
+    number = int_or_none(length)
+    if number is None or isinstance(length, bool):
+        bad_type("common_prefix_len", length, "a static int")
+    if number < 0 or number % spec.block_size:
+        bad_value("common_prefix_len", length, f"a multiple of block_size ({spec.block_size}), at least 0")
+    most = metadata.block_table.shape[1] * spec.block_size
+    if metadata.max_seq_len is not None:
+        most = min(most, int(metadata.max_seq_len))
+    if number > most:
+        bad_value("common_prefix_len", length, f"at most the longest sequence that the metadata allows ({most})")
+    return number // spec.block_size
+
+
+def _sharing(metadata: AttentionMetadata, prefix: int, block_size: int) -> tuple[Bool[Array, " S"], Bool[Array, " S"]]:
+    """Which sequences have queries and keys, and which of them lead with the first such row's prefix, all their queries past it."""
+    lens = metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]
+    live = (lens > 0) & (metadata.seq_lens > 0)
+    blocks = metadata.block_table[:, :prefix]
+    same = jnp.all(blocks == blocks[jnp.argmax(live)], axis=1)
+    before = metadata.seq_lens - lens if metadata.causal else metadata.seq_lens
+    return live, same & (before >= prefix * block_size)
+
+
+def _check_sharing(live: Array, shares: Array, length: int) -> None:
+    if isinstance(live, jax.core.Tracer) or isinstance(shares, jax.core.Tracer):
+        return
+    broken = np.flatnonzero(np.asarray(live & ~shares))
+    if broken.size:
+        rule = "tokens that every sequence with queries leads with, in the same blocks and before its first query"
+        bad_value("common_prefix_len", length, f"a number of {rule}; sequence {broken[0]} does not")
+
+
+def _prefix_metadata(metadata: AttentionMetadata, live: Array, prefix: int, block_size: int, num_tokens: int) -> AttentionMetadata:
+    """All tokens as one sequence over the shared blocks. Sequences without keys are among them; their part is dropped at the merge."""
+    starts = metadata.query_start_loc
+    return AttentionMetadata(
+        jnp.stack([jnp.zeros_like(starts[-1]), starts[-1]]),
+        jnp.where(jnp.any(live), prefix * block_size, 0).astype(jnp.int32)[None],
+        metadata.block_table[jnp.argmax(live), :prefix][None],
+        metadata.slot_mapping,
+        max_query_len=num_tokens,
+        max_seq_len=prefix * block_size,
+        causal=False,
+    )
+
+
+def _suffix_metadata(metadata: AttentionMetadata, prefix: int, block_size: int) -> AttentionMetadata:
+    """Each sequence without its prefix. Positions count from the prefix's end, for queries and keys alike."""
+    longest = metadata.max_seq_len
+    return replace(
+        metadata,
+        seq_lens=jnp.maximum(metadata.seq_lens - prefix * block_size, 0),
+        block_table=metadata.block_table[:, prefix:],
+        max_seq_len=None if longest is None else max(int(longest) - prefix * block_size, 0),
+    )
+
+
+def _sequence_of_tokens(metadata: AttentionMetadata, num_tokens: int) -> Array:
+    tokens = jnp.arange(num_tokens)
+    found = jnp.searchsorted(metadata.query_start_loc, tokens, side="right") - 1
+    return jnp.clip(found, 0, metadata.seq_lens.shape[0] - 1)
