@@ -1,0 +1,85 @@
+"""What a cache slot holds, on the device: rounding values to the cache's dtype and storing rows of channels in any layout."""
+
+import triton
+import triton.language as tl
+
+from .common import axis_offsets, cast, float32_to_fp8
+
+
+@triton.jit
+def round_to(x, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 values in a model dtype, to nearest even. Triton's interpreter cuts off where it should round to bfloat16: there in integers."""
+    if KIND == "bfloat16" and INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+        code = tl.where(x != x, (bits >> 16) | 0x40, rounded)
+        return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return cast(x, KIND)
+
+
+@triton.jit
+def quantized(x, KIND: tl.constexpr, HARDWARE_FP8: tl.constexpr):
+    """float32 values as fp8 codes: clamped, to nearest even, NaN stays NaN."""
+    if HARDWARE_FP8:
+        # Clamped first: whether a conversion saturates differs by target. Comparisons with NaN are false, so it passes.
+        LARGEST: tl.constexpr = 448.0 if KIND == "float8_e4m3fn" else (240.0 if KIND == "float8_e4m3fnuz" else 57344.0)
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+        if KIND == "float8_e4m3fn":
+            code = x.to(tl.float8e4nv)
+        elif KIND == "float8_e4m3fnuz":
+            code = x.to(tl.float8e4b8)
+        elif KIND == "float8_e5m2":
+            code = x.to(tl.float8e5)
+        else:
+            code = x.to(tl.float8e5b16)
+        return code.to(tl.uint8, bitcast=True)
+    else:
+        return float32_to_fp8(x, KIND)
+
+
+@triton.jit
+def to_stored(x, scale, STORED: tl.constexpr, HARDWARE_FP8: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 values as the cache stores them; fp8 as value / scale, an IEEE division (a product with 1 / scale differs by a code at ties)."""
+    if STORED == "float32" or STORED == "float16" or STORED == "bfloat16":
+        return round_to(x, STORED, INTERPRETED)
+    else:
+        return quantized(tl.div_rn(x, scale), STORED, HARDWARE_FP8)
+
+
+@triton.jit
+def side_scale(scales, layer, head, STORED: tl.constexpr, SCALE_HEADS: tl.constexpr):
+    """The scale of one head of one layer; SCALE_HEADS is 1 where a layer has one scale."""
+    if STORED == "float32" or STORED == "float16" or STORED == "bfloat16":
+        return 1.0
+    else:
+        return tl.load(scales + layer * SCALE_HEADS + (head if SCALE_HEADS > 1 else 0))
+
+
+@triton.jit
+def slot_offsets(slot, BLOCK_SIZE: tl.constexpr, SIDE: tl.constexpr):
+    """Element offsets of slots within a layer and head, in 64 bits; SIDE is a `SideStrides` as a tuple."""
+    BLOCK: tl.constexpr = SIDE[2]
+    OUTER: tl.constexpr = SIDE[4]
+    INNER: tl.constexpr = SIDE[5]
+    VECTOR: tl.constexpr = SIDE[6]
+    return (slot // BLOCK_SIZE).to(tl.int64) * BLOCK + axis_offsets(slot % BLOCK_SIZE, OUTER, INNER, VECTOR)
+
+
+@triton.jit
+def store_channels(head_base, slots, channel, values, slot_ok, channel_ok, SIDE: tl.constexpr):
+    """Stores values [tokens, channels] at slot offsets [tokens] and channels [channels] of one head.
+
+    Where the places of a block lie side by side, threads run along the tokens: neighbours then write neighbouring elements.
+    """
+    OUTER: tl.constexpr = SIDE[7]
+    INNER: tl.constexpr = SIDE[8]
+    VECTOR: tl.constexpr = SIDE[9]
+    BY_TOKEN: tl.constexpr = SIDE[6] > 1 or SIDE[4] == 1
+    channels = axis_offsets(channel, OUTER, INNER, VECTOR)
+    if BY_TOKEN:
+        pointers = head_base + (channels[:, None] + slots[None, :])
+        tl.store(pointers, tl.trans(values), mask=channel_ok[:, None] & slot_ok[None, :])
+    else:
+        pointers = head_base + (slots[:, None] + channels[None, :])
+        tl.store(pointers, values, mask=slot_ok[:, None] & channel_ok[None, :])
