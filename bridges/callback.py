@@ -128,8 +128,8 @@ def check_inputs(program: Program, arrays: Mapping[str, Any]) -> tuple[Array, ..
 
 
 def _is_sharded(array: Array) -> bool:
-    """Whether the array is known to be cut up: a concrete one, or a traced one over axes of explicit sharding. Axes that the compiler shards
-    by itself can't be seen here.
+    """Whether the array is known to be cut up: a concrete one, or a traced one over axes of explicit sharding. Axes that the compiler
+    shards by itself can't be seen here.
     """
     if isinstance(array, jax.core.Tracer):
         return any(axis is not None for axis in jax.typeof(array).sharding.spec)

@@ -135,7 +135,14 @@ def _options(launch: Launch, version: tuple[int, ...]) -> dict[str, Any]:
     """Compile options, which 0.3 has no way to pass: they tune AMD's compiler and change no result."""
     if version < _ALIASES_TAKE_NO_PARAMETER or not launch.options:
         return {}
-    return {"backend_options": {name: value for name, value in launch.options if name in launcher.known_options()}}
+    from triton.backends.compiler import GPUTarget
+
+    arch = default_arch()
+    target = (
+        GPUTarget("hip", arch.name, arch.wave) if arch.platform == "rocm" else GPUTarget("cuda", int(arch.name.removeprefix("sm_")), 32)
+    )
+    known = launcher.known_options(target)
+    return {"backend_options": {name: value for name, value in launch.options if name in known}}
 
 
 def _is_runtime_float(arg: Arg) -> bool:

@@ -158,13 +158,14 @@ def buffer_names(program: Program) -> tuple[str, ...]:
 
 def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[CompiledLaunch, ...]:
     import torch
+    from triton.runtime import driver
 
     buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     index = {name: i for i, name in enumerate(buffer_names(program))}
     launches = []
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes sure that torch has a context: Triton asks it for the device
-        known = known_options()
+        known = known_options(driver.active.get_current_target())
         for launch in program.launches:
             if 0 in launch.grid:
                 continue
@@ -195,12 +196,11 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
     return tuple(launches)
 
 
-def known_options() -> frozenset[str]:
-    """Compile options of the active target; a launch's options for another vendor are dropped."""
+def known_options(target: Any) -> frozenset[str]:
+    """Compile options that a `GPUTarget`'s backend has; a launch's options for another vendor are dropped."""
     from triton.compiler.compiler import make_backend
-    from triton.runtime import driver
 
-    return frozenset(vars(make_backend(driver.active.get_current_target()).parse_options({})))
+    return frozenset(vars(make_backend(target).parse_options({})))
 
 
 def _nbytes(buffer: Buffer) -> int:

@@ -1,0 +1,49 @@
+"""What a device is called in the tuning tables."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+from purepage.bridges.arch import Arch, arch_of, default_arch, gfx_name, wave_size
+
+
+def device(platform="gpu", *, version="", capability="", kind="", cores=0):
+    client = SimpleNamespace(platform_version=version)
+    return SimpleNamespace(platform=platform, client=client, compute_capability=capability, device_kind=kind, core_count=cores)
+
+
+DEVICES = {
+    "cpu": (device("cpu"), Arch("cpu", "cpu", 1, 1)),
+    "H200": (device(version="PJRT C API\ncuda 12090", capability="9.0", kind="NVIDIA H200", cores=132), Arch("cuda", "sm_90", 132, 32)),
+    "A100": (device(version="cuda 12090", capability="8.0", cores=108), Arch("cuda", "sm_80", 108, 32)),
+    "MI300X": (device(version="rocm 60300", capability="gfx942", cores=304), Arch("rocm", "gfx942", 304, 64)),
+    "MI300X with features": (device(version="rocm 7", capability="gfx942:sramecc+:xnack-", cores=304), Arch("rocm", "gfx942", 304, 64)),
+    "RX 7900 by its kind": (device("rocm", kind="gfx1100", cores=96), Arch("rocm", "gfx1100", 96, 32)),
+    "tpu": (device("tpu", kind="TPU v5"), Arch("tpu", "tpu", 1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_a_device_has_the_name_of_its_tuning_tables(case):
+    given, expected = DEVICES[case]
+    assert arch_of(given) == expected
+
+
+THREADS = {1: ["cpu"], 32: ["sm_80", "sm_90", "gfx1100", "gfx1151", "gfx1201", "gfx1250"], 64: ["gfx90a", "gfx942", "gfx950"]}
+
+
+@pytest.mark.parametrize(("threads", "name"), [(threads, name) for threads, names in THREADS.items() for name in names])
+def test_cdna_has_64_threads_a_wave_and_other_gpus_32(threads, name):
+    assert wave_size(name) == threads
+
+
+@pytest.mark.parametrize(("text", "name"), [("gfx90a:sramecc+", "gfx90a"), ("AMD gfx1201", "gfx1201"), ("9.4", ""), ("", "")])
+def test_the_bare_name_is_cut_out_of_a_target_id(text, name):
+    assert gfx_name(text) == name
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a CPU")
+def test_the_default_device_of_a_cpu_is_the_interpreter():
+    assert default_arch() == Arch("cpu", "cpu", 1, 1)
+    with jax.default_device(jax.devices()[0]):
+        assert default_arch().name == "cpu"
