@@ -78,3 +78,423 @@ def test_every_feature_meets_every_layout(row):
     if options.pop("qq_bias", False):
         options["qq_bias"] = rng.standard_normal((6, 5)).astype(np.float32)
     check(batch, content=content, order=order, **options)
+
+
+@pytest.mark.parametrize("window", [1, 3, 17, 40])
+@pytest.mark.parametrize("layout", [("packed", "LBHNC"), ("xpacked", "LHBNC")], ids="-".join)
+def test_keys_before_every_window_may_be_nan(window, layout):
+    """vllm#4405, #30887, tpu-inference#1185: whole blocks before the window are freed, and the window's edge lies inside a tile."""
+    batch = random_batch(window, num_heads=4, num_kv_heads=2, sliding_window=window)
+    check(batch, content=layout[0], order=layout[1], sliding_window=window)
+
+
+@pytest.mark.parametrize("scales", ["one", "layer", "head"])
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2Z], ids=str)
+def test_fp8_scales_of_layer_and_head_apply_to_their_own_side(cache_dtype, scales):
+    batch = random_batch(3, cache_dtype=cache_dtype, scales=scales, num_layers=3)
+    for layer in range(3):
+        check(batch, layer=layer)
+
+
+def test_fp8_output_is_divided_clamped_and_rounded_to_even():
+    """vllm#36297: value 100 at scale .25 is code 384 (400 ties to even), 1000 saturates at 448."""
+    batch = random_batch(5, padding_tokens=0)
+    for output_dtype in (E4M3, E4M3Z):
+        out = attend(batch, output_scale=0.02, output_dtype=output_dtype)
+        codes, _ = batch.reference(output_scale=0.02, output_dtype=output_dtype)
+        assert out.dtype == output_dtype
+        assert_close(out, codes, dtype=output_dtype, compute_dtype=F32)
+    assert attend(batch, output_scale=0.02).dtype == jnp.float8_e4m3fn
+
+
+def one_sequence(
+    length, query_len, *, block_size=16, heads=1, kv_heads=1, head_size=32, values=None, keys=None, dtype=np.float32, content="packed"
+):
+    """A cache with one sequence in shuffled blocks, NaN elsewhere; value j of position j unless given."""
+    num_blocks = -(-length // block_size) + 3
+    table = np.random.default_rng(length).permutation(num_blocks)[None, : -(-length // block_size)]
+    key = np.full((1, num_blocks, block_size, kv_heads, head_size), np.nan, np.float32)
+    value = key.copy()
+    position = np.arange(length)
+    place = (0, table[0, position // block_size], position % block_size)
+    key[place] = 0.0 if keys is None else keys
+    value[place] = np.broadcast_to(position[:, None, None], (length, kv_heads, head_size)) if values is None else values
+    spec = pp.CacheSpec(
+        num_blocks=num_blocks, block_size=block_size, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype, content=content
+    )
+    cache = pp.cache_from_logical(spec, jnp.asarray(key, dtype), jnp.asarray(value, dtype))
+    return cache, pp.make_metadata([query_len], [length], table, block_size=block_size)
+
+
+def means(length, query_len, **options):
+    """With a zero query the output is the mean of the attended positions."""
+    cache, metadata = one_sequence(length, query_len, block_size=options.pop("block_size", 16))
+    query = jnp.zeros((query_len, 1, 32))
+    return np.asarray(pp.paged_attention(query, cache, metadata, implementation="xla", **options))[:, 0, 0]
+
+
+def test_window_is_inclusive_of_the_query_itself():
+    """One-off windows (mistral-inference#60 and others): the same answer in one go, in chunks and in decode."""
+    assert means(10, 10, sliding_window=4)[-1] == pytest.approx(7.5)
+    assert means(10, 5, sliding_window=4)[-1] == pytest.approx(7.5)
+    assert means(10, 1, sliding_window=4)[-1] == pytest.approx(7.5)
+    assert means(10, 1, sliding_window=1)[-1] == pytest.approx(9.0)
+    assert means(10, 1, sliding_window=10)[-1] == means(10, 1)[-1] == pytest.approx(4.5)
+    np.testing.assert_allclose(means(67, 3, sliding_window=2), [63.5, 64.5, 65.5])
+    assert means(40, 1, sliding_window=20)[-1] == pytest.approx(29.5)
+    np.testing.assert_allclose(means(6, 2), [2.0, 2.5])
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("length", [15, 16, 17, 18, 31, 32, 33, 34])
+def test_block_edges_are_exact(length, block_size):
+    assert means(length, 1, block_size=block_size)[0] == pytest.approx((length - 1) / 2)
+
+
+def test_a_nan_value_reaches_only_the_queries_that_see_its_key():
+    values = np.ones((40, 1, 32), np.float32)
+    values[35] = np.nan
+    cache, metadata = one_sequence(40, 20, values=values)
+    query = jax.random.normal(jax.random.key(0), (20, 1, 32))
+    out = np.asarray(pp.paged_attention(query, cache, metadata, implementation="xla"))
+    assert np.all(np.isfinite(out[:15])) and np.all(np.isnan(out[15:]))
+    np.testing.assert_allclose(out[:15], 1.0, rtol=1e-6)
+
+
+def test_prefill_equals_chunked_prefill_equals_decode():
+    length, rng = 37, np.random.default_rng(0)
+    keys, values = rng.standard_normal((2, length, 2, 32)).astype(np.float32)
+    cache, _ = one_sequence(length, 1, kv_heads=2, keys=keys, values=values)
+    table = np.random.default_rng(length).permutation(6)[None, :3]
+    query = jnp.asarray(rng.standard_normal((length, 4, 32)), jnp.float32)
+    whole = pp.paged_attention(query, cache, pp.make_metadata([length], [length], table, block_size=16), implementation="xla")
+    for chunk in (16, 5, 1):
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
+            metadata = pp.make_metadata([stop - start], [stop], table, block_size=16)
+            part = pp.paged_attention(query[start:stop], cache, metadata, implementation="xla")
+            assert_close(part, np.asarray(whole[start:stop], np.float64), dtype=np.float32, what=f"chunk {start}:{stop}")
+
+
+def test_sinks_and_alibi_agree_on_where_the_query_is():
+    """vllm#945: L=4, slope .5, q=0, V=1, sink 0 is 0.687260 relative to the query; and the same for every row of a prefill."""
+    cache, metadata = one_sequence(4, 4, values=1.0)
+    out = pp.paged_attention(
+        jnp.zeros((4, 1, 32)), cache, metadata, alibi_slopes=jnp.array([0.5]), sinks=jnp.array([0.0]), implementation="xla"
+    )
+    mass = [sum(np.exp(-0.5 * d) for d in range(i + 1)) for i in range(4)]
+    np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [m / (m + 1) for m in mass], rtol=1e-6)
+    assert float(out[3, 0, 0]) == pytest.approx(0.687260, abs=1e-6)
+
+
+def test_extreme_sinks_are_finite():
+    cache, metadata = one_sequence(4, 1, values=1.0)
+    for sink, expected in ((100.0, 4 * np.exp(-100.0)), (-np.inf, 1.0), (1e4, 0.0), (np.log(2.0), 4 / 6)):
+        out = pp.paged_attention(jnp.zeros((1, 1, 32)), cache, metadata, sinks=jnp.array([sink]), implementation="xla")
+        np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-30)
+
+
+def test_soft_cap_is_a_real_tanh_after_the_scale():
+    keys = np.zeros((2, 1, 32), np.float32)
+    keys[1, 0, 0] = 800.0
+    cache, metadata = one_sequence(2, 1, keys=keys, values=np.array([0.0, 1.0]).reshape(2, 1, 1))
+    query = jnp.zeros((1, 1, 32)).at[0, 0, 0].set(1.0)
+    out = pp.paged_attention(query, cache, metadata, scale=1 / 8, logits_soft_cap=2.0, implementation="xla")
+    np.testing.assert_allclose(np.asarray(out), 0.880797, rtol=1e-6)
+    huge = pp.paged_attention(1e30 * query, cache, metadata, scale=1.0, logits_soft_cap=2.0, implementation="xla")
+    np.testing.assert_allclose(np.asarray(huge), 0.880797, rtol=1e-6)
+    for off in (None, 0, 0.0):
+        np.testing.assert_allclose(pp.paged_attention(query, cache, metadata, logits_soft_cap=off, implementation="xla"), 1.0)
+
+
+def test_half_precision_inputs_do_not_overflow_their_scores():
+    """TRT#18044: fp16, D=128, q=k=256: the product is infinite in half precision, 741455.2 in float32."""
+    keys = np.stack([np.full((1, 128), 256.0), np.full((1, 128), 255.0)]).astype(np.float32)
+    cache, metadata = one_sequence(2, 1, head_size=128, keys=keys, values=np.array([1.0, 2.0]).reshape(2, 1, 1), dtype=np.float16)
+    query = jnp.full((1, 1, 128), 256.0, jnp.float16)
+    out, lse = pp.paged_attention(query, cache, metadata, return_lse=True, implementation="xla")
+    np.testing.assert_allclose(np.asarray(out, np.float32), 1.0)
+    np.testing.assert_allclose(np.asarray(lse), 741455.2, rtol=1e-6)
+
+
+def test_every_query_of_cross_attention_sees_every_key():
+    """vllm#38321: 3 queries over 20 encoder tokens, and three calls of one."""
+    cache, metadata = one_sequence(20, 3)
+    metadata = replace(metadata, causal=False)
+    query = jax.random.normal(jax.random.key(1), (3, 1, 32))
+    np.testing.assert_allclose(pp.paged_attention(0 * query, cache, metadata, implementation="xla"), 9.5, rtol=1e-6)
+    together = pp.paged_attention(query, cache, metadata, implementation="xla")
+    for i in range(3):
+        alone, one = one_sequence(20, 1)
+        part = pp.paged_attention(query[i : i + 1], alone, replace(one, causal=False), implementation="xla")
+        assert_close(part, np.asarray(together[i : i + 1], np.float64), dtype=np.float32)
+
+
+def test_no_tokens_no_sequences_and_no_width_are_answers():
+    cache, _ = one_sequence(4, 1)
+    empty = pp.make_metadata([], [], np.zeros((0, 0), np.int64), block_size=16)
+    assert pp.paged_attention(jnp.zeros((0, 1, 32)), cache, empty, implementation="xla").shape == (0, 1, 32)
+    padded = pp.make_metadata([0], [0], np.zeros((1, 0), np.int64), block_size=16, num_tokens=4)
+    out, lse = pp.paged_attention(jnp.ones((4, 1, 32)), cache, padded, return_lse=True, implementation="xla")
+    assert np.all(np.asarray(out) == 0) and np.all(np.isneginf(np.asarray(lse)))
+
+
+def test_a_pool_past_int32_elements_is_read_where_it_lies():
+    """int32 block strides (vllm#50427): block 65536 of 32 Ki elements starts at exactly 2**31."""
+    spec = pp.CacheSpec(num_blocks=65537, block_size=16, num_kv_heads=16, head_size=64, dtype=jnp.float8_e4m3fn)
+    assert spec.size > 2**31
+    cache = pp.init_cache(spec)
+    data = jax.jit(lambda d: d.at[0, 65536].set(0x38), donate_argnums=0)(cache.data)  # 1.0 in e4m3fn
+    cache = replace(cache, data=data)
+    metadata = pp.make_metadata([1, 1], [16, 16], np.array([[65536], [0]]), block_size=16)
+    out = pp.paged_attention(jnp.ones((2, 16, 64), jnp.bfloat16), cache, metadata, implementation="xla")
+    np.testing.assert_array_equal(np.asarray(out[0], np.float32), 1.0)
+    np.testing.assert_array_equal(np.asarray(out[1], np.float32), 0.0)
+
+
+def compiled(queries, length, *, seqs=1, widen=1, num_heads=32, kv_heads=8, head_size=128, block_size=16):
+    """`paged_attention` compiled for shapes alone."""
+    blocks = length // block_size
+    spec = pp.CacheSpec(num_blocks=seqs * blocks, block_size=block_size, num_kv_heads=kv_heads, head_size=head_size, dtype=jnp.float32)
+    cache = jax.eval_shape(lambda: pp.init_cache(spec))
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    metadata = pp.AttentionMetadata(i32(seqs + 1), i32(seqs), i32(seqs, blocks * widen), i32(seqs * queries), max_query_len=queries)
+    query = jax.ShapeDtypeStruct((seqs * queries, num_heads, head_size), jnp.float32)
+    return jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="xla")).lower(query, cache, metadata).compile()
+
+
+def test_memory_is_bounded_by_a_chunk_not_by_the_context():
+    assert compiled(2048, 32768).memory_analysis().temp_size_in_bytes < 256 << 20
+    assert compiled(1, 32768, seqs=8).memory_analysis().temp_size_in_bytes < 64 << 20
+
+
+def test_work_follows_seq_lens_not_the_table():
+    """Loop trips, counted where they happen: the chunks of a batch in a table eight times as wide."""
+    from purepage.kernels.xla import attention
+
+    def trips(widen):
+        count = []
+        load = attention.PagedSource.load
+
+        def counting(self, items, index, dtype):
+            jax.debug.callback(lambda i: count.append(int(i)), index)
+            return load(self, items, index, dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention.PagedSource, "load", counting)
+            cache, metadata = one_sequence(1500, 1)
+            table = jnp.pad(metadata.block_table, ((0, 0), (0, (widen - 1) * metadata.block_table.shape[1])))
+            metadata = replace(metadata, block_table=table, max_seq_len=None)
+            jax.block_until_ready(
+                jax.jit(lambda q: attention._paged_attention(call(q, cache, metadata), None, platform="cpu"))(jnp.ones((1, 1, 32)))
+            )
+            jax.effects_barrier()
+        return len(count)
+
+    def call(query, cache, metadata):
+        captured = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("purepage.functional.dispatch.run", lambda _, call, __: captured.append(call) or (query, None))
+            pp.paged_attention(query, cache, metadata)
+        return captured[0]
+
+    assert trips(1) == trips(8) == 3
+
+
+def test_a_growing_batch_compiles_a_handful_of_times():
+    traces = []
+
+    @jax.jit
+    def step(query, cache, metadata):
+        traces.append(1)
+        return pp.paged_attention(query, cache, metadata, implementation="xla")
+
+    cache, _ = one_sequence(150, 1)
+    table = np.random.default_rng(150).permutation(13)[None, :10]
+    for length in range(1, 101):
+        metadata = pp.make_metadata([1], [length], table, block_size=16)
+        out = step(jnp.zeros((1, 1, 32)), cache, metadata)
+        assert float(out[0, 0, 0]) == pytest.approx((length - 1) / 2)
+    assert len(traces) <= 8
+
+
+def test_scales_of_any_spelling_share_one_trace():
+    traces = []
+    cache, metadata = one_sequence(5, 1)
+
+    @jax.jit
+    def step(query, scale):
+        traces.append(1)
+        return pp.paged_attention(query, cache, metadata, q_scale=scale, implementation="xla")
+
+    query = jnp.ones((1, 1, 32), jnp.bfloat16)
+    outs = [step(query, jnp.asarray(s, jnp.float32).reshape(())) for s in (2.0, np.float32(2), np.array([2.0]))]
+    assert len(traces) == 1 and all(out.dtype == jnp.bfloat16 for out in outs)
+    eager = [
+        pp.paged_attention(query, cache, metadata, q_scale=s, implementation="xla")
+        for s in (2.0, np.float32(2), np.array([2.0]), jnp.array(2.0, jnp.bfloat16))
+    ]
+    assert all(e.dtype == jnp.bfloat16 and np.array_equal(np.asarray(e), np.asarray(outs[0])) for e in eager)
+
+
+def test_a_traced_scale_equals_a_static_one():
+    batch = random_batch(8)
+    static = attend(batch, scale=0.3)
+    traced = jax.jit(lambda s: attend(batch, scale=s))(jnp.float32(0.3))
+    assert_close(traced, np.asarray(static, np.float64), dtype=np.float32)
+
+
+def test_one_program_serves_every_layer_of_a_scan_and_every_batch_of_a_bucket():
+    batches = [random_batch(seed, num_layers=3) for seed in (1, 2, 3)]
+    traces = []
+
+    @jax.jit
+    def all_layers(query, cache, metadata):
+        traces.append(1)
+        return jax.lax.scan(
+            lambda _, layer: (None, pp.paged_attention(query, cache, metadata, layer=layer, implementation="xla")), None, jnp.arange(3)
+        )[1]
+
+    for batch in batches:
+        outs = all_layers(jnp.asarray(batch.query), batch.cache(), batch.metadata)
+        for layer in range(3):
+            assert_close(outs[layer], batch.reference(layer)[0], dtype=np.float32, what=f"layer {layer}")
+    assert len(traces) == 1
+
+
+def test_reading_never_copies_the_cache():
+    spec = pp.CacheSpec(num_blocks=4096, block_size=16, num_kv_heads=2, head_size=64, num_layers=4, dtype=jnp.bfloat16)
+    for content, order in itertools.product(("packed", "xpacked", "flash"), ("LBHNC", "LHBNC")):
+        cache = jax.eval_shape(lambda c=content, o=order: pp.init_cache(replace(spec, content=c, order=o)))
+        i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        metadata = pp.AttentionMetadata(i32(9), i32(8), i32(8, 8), i32(8), max_query_len=1)
+        query = jax.ShapeDtypeStruct((8, 4, 64), jnp.bfloat16)
+        layers = jax.jit(
+            lambda q, c, m: jax.lax.scan(
+                lambda x, layer: (pp.paged_attention(x, c, m, layer=layer, implementation="xla"), None), q, jnp.arange(4)
+            )[0]
+        )
+        analysis = layers.lower(query, cache, metadata).compile().memory_analysis()
+        assert analysis.temp_size_in_bytes < spec.nbytes // 8, (content, order)
+
+
+def test_vmap_over_a_leading_axis_is_a_stack_of_calls():
+    batches = [random_batch(seed) for seed in (1, 2)]
+    stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
+    call = lambda q, c, m: pp.paged_attention(q, c, m, implementation="xla")  # noqa: E731
+    outs = jax.vmap(call)(
+        stack([jnp.asarray(b.query) for b in batches]), stack([b.cache() for b in batches]), stack([b.metadata for b in batches])
+    )
+    for out, batch in zip(outs, batches, strict=True):
+        assert_close(out, batch.reference()[0], dtype=np.float32)
+
+
+def test_heads_sharded_over_devices_stay_local(run_with_devices):
+    run_with_devices(
+        4,
+        """
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        batch = random_batch(7, num_heads=8, num_kv_heads=4, num_layers=2)
+        mesh = Mesh(np.array(jax.devices()), ("heads",))
+        for content in ("packed", "xpacked", "flash"):
+            cache = batch.cache(content=content)
+            spec = P(*("heads" if axis == "H" else None for axis in cache.spec.axes))
+            shards = pp.KVCache(spec, P(), P(), cache.spec)
+            call = lambda q, c, m: pp.paged_attention(q, c, m, layer=jnp.int32(1), implementation="xla")
+            sharded = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(P(None, "heads"), shards, P()), out_specs=P(None, "heads")))
+            placed = pp.KVCache(jax.device_put(cache.data, NamedSharding(mesh, spec)), cache.k_scale, cache.v_scale, cache.spec)
+            text = sharded.lower(jnp.asarray(batch.query), placed, batch.metadata).compile().as_text()
+            assert "all-gather" not in text and "all-reduce" not in text
+            assert_close(sharded(jnp.asarray(batch.query), placed, batch.metadata), batch.reference(1)[0], dtype=np.float32)
+        """,
+    )
+
+
+BAD_CALLS = {
+    "query of rank 2": (lambda q, c, m: pp.paged_attention(q[0], c, m), ValueError, "query"),
+    "integer query": (lambda q, c, m: pp.paged_attention(q.astype(int), c, m), TypeError, "query"),
+    "another head size": (lambda q, c, m: pp.paged_attention(q[..., :16], c, m), ValueError, "head_size"),
+    "heads that no KV head divides": (lambda q, c, m: pp.paged_attention(q[:, :3], c, m), ValueError, "multiple of num_kv_heads"),
+    "no cache": (lambda q, c, m: pp.paged_attention(q, c.data, m), TypeError, "KVCache"),
+    "no metadata": (lambda q, c, m: pp.paged_attention(q, c, None), TypeError, "metadata"),
+    "layer past the cache": (lambda q, c, m: pp.paged_attention(q, c, m, layer=1), ValueError, "layer is 1"),
+    "negative layer": (lambda q, c, m: pp.paged_attention(q, c, m, layer=-1), ValueError, "layer"),
+    "float layer": (lambda q, c, m: pp.paged_attention(q, c, m, layer=0.0), TypeError, "layer"),
+    "window 0": (lambda q, c, m: pp.paged_attention(q, c, m, sliding_window=0), ValueError, "sliding_window"),
+    "traced window": (lambda q, c, m: jax.jit(lambda w: pp.paged_attention(q, c, m, sliding_window=w))(3), TypeError, "sliding_window"),
+    "negative soft cap": (lambda q, c, m: pp.paged_attention(q, c, m, logits_soft_cap=-1.0), ValueError, "logits_soft_cap"),
+    "traced soft cap": (
+        lambda q, c, m: jax.jit(lambda w: pp.paged_attention(q, c, m, logits_soft_cap=w))(3.0),
+        TypeError,
+        "logits_soft_cap",
+    ),
+    "slopes of another length": (lambda q, c, m: pp.paged_attention(q, c, m, alibi_slopes=np.ones(3)), ValueError, "alibi_slopes"),
+    "sinks per KV head": (lambda q, c, m: pp.paged_attention(q, c, m, sinks=np.ones(2)), ValueError, "sinks"),
+    "q_scale 0": (lambda q, c, m: pp.paged_attention(q, c, m, q_scale=0.0), ValueError, "q_scale"),
+    "q_scale per head": (lambda q, c, m: pp.paged_attention(q, c, m, q_scale=np.ones(4)), ValueError, "q_scale"),
+    "infinite output_scale": (lambda q, c, m: pp.paged_attention(q, c, m, output_scale=np.inf), ValueError, "output_scale"),
+    "fp8 output without a scale": (lambda q, c, m: pp.paged_attention(q, c, m, output_dtype=jnp.float8_e4m3fn), ValueError, "output_scale"),
+    "a scaled output that is not fp8": (
+        lambda q, c, m: pp.paged_attention(q, c, m, output_scale=1.0, output_dtype=jnp.float32),
+        ValueError,
+        "fp8",
+    ),
+    "qq_bias of rank 1": (lambda q, c, m: pp.paged_attention(q, c, m, qq_bias=np.ones(4)), ValueError, "qq_bias"),
+    "NaN scale": (lambda q, c, m: pp.paged_attention(q, c, m, scale=float("nan")), ValueError, "scale"),
+    "unknown implementation": (lambda q, c, m: pp.paged_attention(q, c, m, implementation="cuda"), ValueError, "implementation"),
+    "table for other sequences": (
+        lambda q, c, m: pp.paged_attention(q, c, replace(m, block_table=m.block_table[:2])),
+        ValueError,
+        "block_table",
+    ),
+    "float lengths": (lambda q, c, m: pp.paged_attention(q, c, replace(m, seq_lens=m.seq_lens * 1.0)), TypeError, "seq_lens"),
+    "a cache of another rank": (lambda q, c, m: pp.paged_attention(q, replace(c, data=c.data[0]), m), ValueError, "cache.data"),
+    "a cache of another dtype": (
+        lambda q, c, m: pp.paged_attention(q, replace(c, data=c.data.astype(jnp.int8)), m),
+        TypeError,
+        "cache.data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_arguments_are_named(name):
+    batch = random_batch(1)
+    call, error, words = BAD_CALLS[name]
+    with pytest.raises(error, match=words):
+        call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
+
+
+def test_an_integer_of_any_width_is_the_same_metadata():
+    batch = random_batch(4)
+    expected = np.asarray(attend(batch))
+    for dtype in (jnp.int8, jnp.int16, jnp.uint32):
+        table = jnp.clip(batch.metadata.block_table, 0, 100).astype(dtype)
+        metadata = replace(batch.metadata, block_table=table, seq_lens=batch.metadata.seq_lens.astype(dtype))
+        out = pp.paged_attention(jnp.asarray(batch.query), batch.cache(), metadata, implementation="xla")
+        np.testing.assert_array_equal(np.asarray(out), expected)
+
+
+def test_jit_equals_eager():
+    batch = random_batch(6, dtype=BF16)
+    eager = attend(batch)
+    jitted = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="xla"))(
+        jnp.asarray(batch.query), batch.cache(), batch.metadata
+    )
+    np.testing.assert_array_equal(np.asarray(eager), np.asarray(jitted))
+
+
+def test_the_oracle_disagrees_with_a_wrong_mask():
+    """The comparison above can fail."""
+    batch = random_batch(6)
+    wrong = reference_attention(
+        batch.query,
+        batch.key_cache[0],
+        batch.value_cache[0],
+        batch.metadata.query_start_loc,
+        batch.metadata.seq_lens,
+        batch.metadata.block_table,
+        sliding_window=3,
+    )[0]
+    with pytest.raises(AssertionError):
+        assert_close(attend(batch), wrong, dtype=np.float32)

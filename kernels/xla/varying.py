@@ -19,7 +19,9 @@ def vary_like(state: Tree, inputs: Any) -> Tree:
 
 
 def _axes(array: Any) -> frozenset:
-    return frozenset(getattr(jax.typeof(array), "vma", ()))
+    kind = jax.typeof(array)
+    manual = getattr(kind, "manual_axis_type", None)  # `vma` up to jax 0.9
+    return frozenset(manual.varying if manual is not None else getattr(kind, "vma", ()))
 
 
 def _vary(array: jax.Array, axes: tuple) -> jax.Array:
