@@ -13,9 +13,6 @@ from .metadata import AttentionMetadata
 from .reference import reference_attention, round_to
 from .reference_cache import quantize
 
-PAD_BLOCKS = (-1, 2**31 - 1, None)
-"""What stands in block-table entries that nobody needs; None is num_blocks."""
-
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -217,8 +214,7 @@ def random_batch(
     width = -(-max_seq_len // N)
     num_blocks = num_seqs * width + spare_blocks
     free = list(map(int, rng.permutation(num_blocks)))
-    table = np.array([[num_blocks if b is None else b for b in rng.choice(PAD_BLOCKS, width + 2)] for _ in range(count)], np.int64)
-    table = table.reshape(count, width + 2)
+    table = rng.choice(np.array([-1, 2**31 - 1, num_blocks], np.int64), (count, width + 2))
     for s in range(num_seqs):
         needed = -(-int(seq_lens[s]) // N)
         shared = common_prefix_blocks if s else 0

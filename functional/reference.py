@@ -120,7 +120,7 @@ def reference_attention(
 
     Args:
       query: [T, Hq, D], any float dtype; fp8 codes are multiplied by `q_scale`.
-      key_cache, value_cache: [B, N, H, D] logical cache of one layer, this step's tokens included: stored values, to be multiplied by the scales.
+      key_cache, value_cache: [B, N, H, D] logical cache of one layer, this step's tokens included; stored values, not yet scaled.
       query_start_loc: [S+1] prefix sums of the query lengths. Tokens at or past its last entry are padding.
       seq_lens: [S] tokens of each sequence in the cache.
       block_table: [S, M]; only entries of blocks that hold a visible key are read.
