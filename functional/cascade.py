@@ -127,7 +127,7 @@ def cascade_attention(
     suffix_out, suffix_lse = paged_attention(
         query, cache, _suffix_metadata(metadata, prefix, spec.block_size), sinks=sinks, qq_bias=qq_bias, **parts
     )
-    sequence = _sequence_of_tokens(metadata, query.shape[0])
+    sequence = sequence_of_tokens(metadata, query.shape[0])
     sees_prefix, broken = live[sequence], (live & ~shares)[sequence]
     prefix_lse = jnp.where(sees_prefix[:, None], prefix_lse, -jnp.inf)
     out, lse = merge_attention_states(prefix_out, prefix_lse, suffix_out, suffix_lse, implementation=implementation)
@@ -195,7 +195,7 @@ def _suffix_metadata(metadata: AttentionMetadata, prefix: int, block_size: int) 
     )
 
 
-def _sequence_of_tokens(metadata: AttentionMetadata, num_tokens: int) -> Array:
+def sequence_of_tokens(metadata: AttentionMetadata, num_tokens: int) -> Array:
     tokens = jnp.arange(num_tokens)
     found = jnp.searchsorted(metadata.query_start_loc, tokens, side="right") - 1
     return jnp.clip(found, 0, metadata.seq_lens.shape[0] - 1)

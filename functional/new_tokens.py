@@ -1,0 +1,97 @@
+"""Attention that takes the step's own tokens from dense arrays, at full precision, and everything before them from the cache.
+
+That is what ROCM_ATTN's prefix prefill does: with an fp8 cache, the keys and values of this step do not pass through fp8 (SEMANTICS.md,
+II.2.3 and G3). An implementation may do it in one pass. For the others the step's tokens go to a small cache of their own, as wide as their
+dtype; context and new tokens are attended apart and merged.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from . import dispatch
+from .attention import paged_attention, paged_attention_call
+from .cache import CacheSpec, KVCache, init_cache
+from .cascade import merge_attention_states, sequence_of_tokens
+from .fp8 import quantize
+from .metadata import AttentionMetadata
+from .writers import update_cache
+
+ONE_PASS = "paged_attention_with_new_tokens"
+"""The operation, a function of (PagedAttentionCall, key, value)."""
+
+BLOCK_SIZE = 16
+"""Of the small cache: the least padding that every kernel takes."""
+
+
+def attention_with_new_tokens(
+    query: Float[Array, "T Hq D"],
+    key: Float[Array, "T H D"],
+    value: Float[Array, "T H D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    implementation: str | None = None,
+    **options: Any,
+) -> Float[Array, "T Hq D"]:
+    """`paged_attention`, but positions from a sequence's context on are read from `key` and `value`, row by row with `query`.
+
+    The implementation is the one that `paged_attention` would take. Where that has no one-pass kernel, it attends in two parts; a sliding
+    window or ALiBi needs one pass, since the parts do not know each other's positions.
+
+    Raises:
+      UnsupportedError: the named implementation can't; with None, the best that can is taken.
+    """
+    call = paged_attention_call(query, cache, metadata, **options)
+    chosen = dispatch.choose("paged_attention", call, implementation)
+    one_pass = not dispatch.refusals(ONE_PASS, call, chosen, by_name=True)
+    if one_pass or call.sliding_window is not None or call.alibi_slopes is not None:
+        out, _ = dispatch.run(ONE_PASS, call, chosen if one_pass else implementation, key, value)
+        return out
+    return _two_parts(query, key, value, cache, metadata, implementation=chosen, **options)
+
+
+def _two_parts(query, key, value, cache, metadata, *, sinks=None, output_scale=None, output_dtype, implementation, **options) -> Array:
+    lens = metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]
+    options = {**options, "implementation": implementation, "return_lse": True, "output_dtype": jnp.float32}
+    context = replace(metadata, seq_lens=jnp.maximum(metadata.seq_lens - lens, 0), causal=False)
+    old = paged_attention(query, cache, context, **options)
+    small, placed = _cache_of_new_tokens(key, value, metadata, implementation)
+    new = paged_attention(query, small, placed, sinks=sinks, **{**options, "layer": 0})
+    out, _ = merge_attention_states(*old, *new, implementation=implementation)
+    return out.astype(output_dtype) if output_scale is None else quantize(out, output_scale, output_dtype)
+
+
+def _cache_of_new_tokens(
+    key: Array, value: Array, metadata: AttentionMetadata, implementation: str | None
+) -> tuple[KVCache, AttentionMetadata]:
+    """The step's tokens in a cache of their dtype: sequence after sequence, each from a fresh block."""
+    tokens, heads, head_size = key.shape
+    seqs = metadata.seq_lens.shape[0]
+    starts = metadata.query_start_loc
+    lens = starts[1:] - starts[:-1]
+    blocks = -(-lens // BLOCK_SIZE)
+    first = jnp.cumsum(blocks) - blocks
+    token = jnp.arange(tokens)
+    sequence = sequence_of_tokens(metadata, tokens)
+    slots = jnp.where(token < starts[-1], first[sequence] * BLOCK_SIZE + token - starts[sequence], -1)
+    width = -(-min(metadata.max_query_len, tokens) // BLOCK_SIZE)
+    spec = CacheSpec(
+        num_blocks=tokens // BLOCK_SIZE + seqs,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=heads,
+        head_size=head_size,
+        dtype=jnp.promote_types(key.dtype, value.dtype),
+    )
+    placed = AttentionMetadata(
+        starts,
+        lens,
+        first[:, None] + jnp.arange(width)[None],
+        slots,
+        max_query_len=metadata.max_query_len,
+        max_seq_len=metadata.max_query_len,
+        causal=metadata.causal,
+    )
+    return update_cache(init_cache(spec), key, value, slots, implementation=implementation), placed
