@@ -13,7 +13,7 @@ not know how to split a body. Arrays that are seen to be sharded are refused; wh
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -156,6 +156,10 @@ class _ProgramBody:
     """The callback of a program. Frozen, so that JAX sees equal programs as one function."""
 
     program: Program
+    launches: dict[tuple[int, tuple[bool, ...]], tuple[launcher.CompiledLaunch, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    """By device and alignment: a look-up here does not hash the program, which takes longer than a launch."""
 
     def __call__(self, context: Any, results: Sequence[Any], *inputs: Any) -> None:
         import torch
@@ -168,7 +172,10 @@ class _ProgramBody:
             launcher.interpret(program, dict(zip(launcher.buffer_names(program), tensors, strict=True)))
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
-        launches = launcher.compiled(program, device, tuple([address % 16 == 0 for address in addresses]))
+        key = device, tuple([address % 16 == 0 for address in addresses])
+        launches = self.launches.get(key)
+        if launches is None:
+            launches = self.launches[key] = launcher.compiled(program, *key)
         stream = context.stream
         with nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device):
             for launch in launches:

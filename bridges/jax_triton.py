@@ -132,17 +132,20 @@ def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buff
 
 
 def _options(launch: Launch, version: tuple[int, ...]) -> dict[str, Any]:
-    """Compile options, which 0.3 has no way to pass: they tune AMD's compiler and change no result."""
-    if version < _ALIASES_TAKE_NO_PARAMETER or not launch.options:
-        return {}
+    """Compile options. 0.3 can't pass those that tune AMD's compiler, which change no result."""
+    options = launcher.compile_options(launch, _target())
+    if version < _ALIASES_TAKE_NO_PARAMETER:
+        return {"enable_fp_fusion": options["enable_fp_fusion"]}
+    return {"backend_options": options}
+
+
+def _target() -> Any:
     from triton.backends.compiler import GPUTarget
 
     arch = default_arch()
-    target = (
-        GPUTarget("hip", arch.name, arch.wave) if arch.platform == "rocm" else GPUTarget("cuda", int(arch.name.removeprefix("sm_")), 32)
-    )
-    known = launcher.known_options(target)
-    return {"backend_options": {name: value for name, value in launch.options if name in known}}
+    if arch.platform == "rocm":
+        return GPUTarget("hip", arch.name, arch.wave)
+    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wave)
 
 
 def _is_runtime_float(arg: Arg) -> bool:

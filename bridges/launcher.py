@@ -61,14 +61,11 @@ def parameters(kernel: Any) -> tuple[tuple[str, bool], ...]:
 def bind(launch: Launch, kernel: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     """`values` of the runtime parameters and the launch's constants in the kernel's own order."""
     constants = dict(launch.constants)
-    runtime = iter(values)
-    try:
-        bound = tuple(constants[name] if is_constant else next(runtime) for name, is_constant in parameters(kernel))
-    except (KeyError, StopIteration) as err:
-        raise _mismatch(launch, kernel) from err
-    if next(runtime, None) is not None or len(constants) != sum(is_constant for _, is_constant in parameters(kernel)):
+    wanted = {name for name, is_constant in parameters(kernel) if is_constant}
+    if set(constants) != wanted or len(values) != len(parameters(kernel)) - len(wanted):
         raise _mismatch(launch, kernel)
-    return bound
+    runtime = iter(values)
+    return tuple([constants[name] if is_constant else next(runtime) for name, is_constant in parameters(kernel)])
 
 
 def _mismatch(launch: Launch, kernel: Any) -> TypeError:
@@ -165,7 +162,7 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
     launches = []
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes sure that torch has a context: Triton asks it for the device
-        known = known_options(driver.active.get_current_target())
+        target = driver.active.get_current_target()
         for launch in program.launches:
             if 0 in launch.grid:
                 continue
@@ -175,10 +172,14 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
                     _Pointer(torch_dtype(buffers[arg].dtype), _nbytes(buffers[arg]), aligned[index[arg]]) if isinstance(arg, str) else arg
                     for arg in launch.args
                 ]
-                options = {name: value for name, value in launch.options if name in known}
                 bound = bind(launch, kernel, mock)
                 binary = kernel.run(
-                    *bound, grid=launch.grid, warmup=True, num_warps=launch.num_warps, num_stages=launch.num_stages, **options
+                    *bound,
+                    grid=launch.grid,
+                    warmup=True,
+                    num_warps=launch.num_warps,
+                    num_stages=launch.num_stages,
+                    **compile_options(launch, target),
                 )
                 binary = binary.result() if hasattr(binary, "result") else binary
                 run = binary.run  # loads the module: not something to do while XLA records a command buffer
@@ -196,11 +197,16 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
     return tuple(launches)
 
 
-def known_options(target: Any) -> frozenset[str]:
-    """Compile options that a `GPUTarget`'s backend has; a launch's options for another vendor are dropped."""
+def compile_options(launch: Launch, target: Any) -> dict[str, Any]:
+    """The launch's options that the backend of a `GPUTarget` has; those for another vendor are dropped.
+
+    Whether a product and a sum may fuse is always said, so that two ways of compiling a kernel give the same bits: Triton's own default
+    changes in 3.10.
+    """
     from triton.compiler.compiler import make_backend
 
-    return frozenset(vars(make_backend(target).parse_options({})))
+    known = vars(make_backend(target).parse_options({"enable_fp_fusion": True}))
+    return {"enable_fp_fusion": True} | {name: value for name, value in launch.options if name in known}
 
 
 def _nbytes(buffer: Buffer) -> int:

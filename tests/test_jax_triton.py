@@ -39,6 +39,7 @@ class FakeJaxTriton:
         outputs = rest.pop("out_shape" if old else "out_type")
         options = rest.pop("backend_options", {})
         assert not (old and options)
+        assert (rest.pop("enable_fp_fusion") if old else options.pop("enable_fp_fusion")) is True
         assert all(isinstance(arg, jax.Array | (np.float32 if old else float)) for arg in args), "numbers come after arrays, floats only"
         arrays = [arg for arg in args if isinstance(arg, jax.Array)]
         assert args[: len(arrays)] == tuple(arrays), "aliases count arrays only in one release, numbers too in the other"
@@ -47,9 +48,8 @@ class FakeJaxTriton:
         results = [memory.get(i, torch.from_numpy(np.full(o.shape, 77, o.dtype))) for i, o in enumerate(outputs)]
         pointers = [result for i, result in enumerate(results) if old or i not in memory]
         kernel[grid](*tensors, *(float(arg) for arg in args[len(arrays) :]), *pointers, **rest)
-        self.calls.append(
-            SimpleNamespace(name=name, aliases=input_output_aliases, options=options, num_warps=num_warps, num_stages=num_stages)
-        )
+        shape = (num_warps, num_stages)
+        self.calls.append(SimpleNamespace(name=name, aliases=input_output_aliases, options=options, shape=shape))
         return [jnp.asarray(result.numpy()) for result in results]
 
 
