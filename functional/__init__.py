@@ -4,9 +4,12 @@ Types (`CacheSpec`, `KVCache`, `AttentionMetadata`, `AttentionConfig`), function
 imports Triton, torch or a GPU library: an implementation is resolved by name when it is first chosen (see `dispatch`).
 """
 
+from . import rocm_aiter_unified_attn, rocm_attn
 from .attention import encoder_attention, paged_attention
 from .blocks import Blocks, convert_cache, copy_blocks, gather_blocks, scatter_blocks
 from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, init_cache
+from .capabilities import Capabilities
+from .cascade import cascade_attention, merge_attention_states
 from .config import AttentionConfig, AttentionType
 from .errors import UnsupportedError
 from .fused import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
@@ -20,19 +23,24 @@ __all__ = [
     "AttentionType",
     "Blocks",
     "CacheSpec",
+    "Capabilities",
     "KVCache",
     "UnsupportedError",
     "cache_from_logical",
     "cache_to_logical",
+    "cascade_attention",
     "convert_cache",
     "copy_blocks",
     "encoder_attention",
     "gather_blocks",
     "init_cache",
     "make_metadata",
+    "merge_attention_states",
     "paged_attention",
     "qk_norm_mrope_and_update_cache",
     "qk_norm_rope_and_update_cache",
+    "rocm_aiter_unified_attn",
+    "rocm_attn",
     "rope_and_update_cache",
     "rotary_embedding",
     "scatter_blocks",

@@ -6,7 +6,7 @@ calls share a trace.
 """
 
 from dataclasses import dataclass
-from functools import partial
+from typing import dataclass_transform
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from .cache import KVCache
 from .metadata import AttentionMetadata
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def _call(*static: str):
     """A frozen dataclass that is a pytree, with these fields static."""
 
