@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from .attention import encoder_attention, output_dtype_of, paged_attention
@@ -173,7 +174,7 @@ def _check_query_dtype(capabilities: Capabilities, query: Array, q_scale: Any) -
     if q_scale is None:
         return
     if query.dtype not in FP8_DTYPES:
-        is_one = not isinstance(q_scale, jax.core.Tracer) and np.all(np.asarray(q_scale, np.float32) == 1)
+        is_one = not isinstance(q_scale, Tracer) and np.all(np.asarray(q_scale, np.float32) == 1)
         if not is_one:
             raise UnsupportedError(f"q_scale: {name} scales an fp8 query alone, and this one is {query.dtype.name}")
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from .config import check_positive_int, int_or_none, is_array
@@ -66,7 +67,9 @@ class CacheSpec:
         if "D/x" in axes and self.head_size % self.vector:
             bad_value("head_size", self.head_size, f"a multiple of {self.vector} (16 bytes of {dtype.name}) with content {self.content!r}")
         if "N/x" in axes and self.block_size % self.vector:
-            bad_value("block_size", self.block_size, f"a multiple of {self.vector} (16 bytes of {dtype.name}) with content {self.content!r}")
+            bad_value(
+                "block_size", self.block_size, f"a multiple of {self.vector} (16 bytes of {dtype.name}) with content {self.content!r}"
+            )
 
     @property
     def vector(self) -> int:
@@ -152,7 +155,8 @@ class KVCache:
         quantized = f", scales per {'head' if getattr(self.k_scale, 'ndim', 1) == 2 else 'layer'}" if s.is_quantized else ""
         return (
             f"KVCache({s.dtype.name}[{shape}] as {' '.join(s.axes)}, {s.content}/{s.order}, {s.num_layers} layers, "
-            f"{s.num_blocks} blocks of {s.block_size} tokens, {s.num_kv_heads} KV heads of {s.head_size}, {format_bytes(s.nbytes)}{quantized})"
+            f"{s.num_blocks} blocks of {s.block_size} tokens, {s.num_kv_heads} KV heads of {s.head_size}, "
+            f"{format_bytes(s.nbytes)}{quantized})"
         )
 
 
@@ -196,7 +200,7 @@ def check_layer(layer: Any, spec: CacheSpec) -> Array:
     if is_array(layer):
         if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
             bad_type("layer", layer, "an int or an integer scalar")
-        if isinstance(layer, jax.core.Tracer):
+        if isinstance(layer, Tracer):
             return jnp.asarray(layer, jnp.int32)
     index = int_or_none(layer)
     if index is None or isinstance(layer, bool):
@@ -212,7 +216,7 @@ def _scale(name: str, scale: Any, spec: CacheSpec) -> Float[Array, "..."]:
     layers, heads = spec.num_layers, spec.num_kv_heads
     if shape not in ((), (1,), (layers,), (layers, heads), (1, heads)):
         bad_value(name, scale, f"a scalar, [num_layers] = [{layers}] or [num_layers, num_kv_heads] = [{layers}, {heads}]")
-    if not isinstance(scale, jax.core.Tracer):
+    if not isinstance(scale, Tracer):
         values = np.asarray(scale, np.float32)
         if not np.all(np.isfinite(values)) or np.any(values <= 0):
             bad_value(name, scale, "finite and above 0")

@@ -6,9 +6,9 @@ Sources: `merge_attn_states` and `cascade_attention` of vLLM; the merge is that 
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from . import dispatch
@@ -162,7 +162,7 @@ def _sharing(metadata: AttentionMetadata, prefix: int, block_size: int) -> tuple
 
 
 def _check_sharing(live: Array, shares: Array, length: int) -> None:
-    if isinstance(live, jax.core.Tracer) or isinstance(shares, jax.core.Tracer):
+    if isinstance(live, Tracer) or isinstance(shares, Tracer):
         return
     broken = np.flatnonzero(np.asarray(live & ~shares))
     if broken.size:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from .cache import FP8_DTYPES, CacheSpec
@@ -55,7 +56,7 @@ def optional_scalar(name: str, value: Any) -> Float[Array, ""] | None:
         return None
     if tuple(np.shape(value)) not in ((), (1,)):
         bad_value(name, value, "a scalar (per tensor)")
-    if not isinstance(value, jax.core.Tracer):
+    if not isinstance(value, Tracer):
         number = float(np.asarray(value, np.float32).reshape(()))
         if not math.isfinite(number) or number <= 0:
             bad_value(name, value, "finite and above 0")

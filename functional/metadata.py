@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from .cache import CacheSpec
@@ -107,7 +108,9 @@ def make_metadata(
             bad_value(f"{name}[{where}]", int(values[where]), "in [0, 2**31)")
     if causal and np.any(lengths < queries):
         where = int(np.argmax(lengths < queries))
-        bad_value(f"seq_lens[{where}]", int(lengths[where]), f"at least query_lens[{where}] = {int(queries[where])}: it counts this step's tokens")
+        bad_value(
+            f"seq_lens[{where}]", int(lengths[where]), f"at least query_lens[{where}] = {int(queries[where])}: it counts this step's tokens"
+        )
     total = int(queries.sum())
     tokens = total if num_tokens is None else num_tokens
     seqs = count if num_seqs is None else num_seqs
@@ -187,7 +190,7 @@ def validate_metadata(metadata: AttentionMetadata, spec: CacheSpec) -> None:
       TypeError: under tracing, where there are no values to check.
     """
     check_metadata(metadata)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(metadata)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metadata)):
         raise TypeError("validate_metadata reads values: call it outside jit, on concrete metadata")
     starts, lengths, table, slots = (
         np.asarray(getattr(metadata, name)).astype(np.int64) for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
@@ -228,4 +231,3 @@ def validate_metadata(metadata: AttentionMetadata, spec: CacheSpec) -> None:
         twice = int(values[np.argmax(counts > 1)])
         tokens = np.flatnonzero(slots == twice).tolist()
         bad_value("slot_mapping", f"{twice} for tokens {tokens}", "one slot per token: two sequences write one block")
-
