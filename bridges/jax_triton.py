@@ -85,7 +85,8 @@ def run_program(program: Program, arrays: Mapping[str, Array]) -> tuple[Array, .
     Raises:
       ValueError: an array is missing, or of another shape or dtype than the plan's; a launch reads what nobody wrote.
     """
-    values = dict(zip((name for name, _ in program.inputs), check_inputs(program, arrays), strict=True))
+    names = [name for name, _ in program.inputs]
+    values = {name: _as_pointed(array) for name, array in zip(names, check_inputs(program, arrays), strict=True)}
     buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     for launch in program.launches:
         if 0 not in launch.grid:
@@ -93,7 +94,19 @@ def run_program(program: Program, arrays: Mapping[str, Array]) -> tuple[Array, .
     for name, buffer in program.outputs:
         if name not in values:  # an empty grid; an output that no launch writes is the plan's fault and is caught by its tests
             values[name] = jnp.zeros(buffer.shape, buffer.dtype)
-    return tuple(values[name] for name in (*(name for name, _ in program.outputs), *program.updates))
+    results = (*(name for name, _ in program.outputs), *program.updates)
+    return tuple(_as_declared(values[name], buffers[name].dtype) for name in results)
+
+
+def _as_declared(array: Array, dtype: str) -> Array:
+    return array if array.dtype == jnp.dtype(dtype) else jax.lax.bitcast_convert_type(array, jnp.dtype(dtype))
+
+
+def _as_pointed(array: Array) -> Array:
+    """The array with the dtype that a kernel's pointer has; a bitcast, which XLA does for nothing."""
+    name = jnp.dtype(array.dtype).name
+    pointed = launcher.pointer_dtype(name)
+    return array if pointed == name else jax.lax.bitcast_convert_type(array, jnp.dtype(pointed))
 
 
 def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buffers: Mapping[str, Any]) -> None:
@@ -122,7 +135,8 @@ def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buff
             input_output_aliases={operands.index(name): len(fresh) + i for i, name in enumerate(updated)},
             **{
                 "out_shape" if version < _ALIASES_TAKE_NO_PARAMETER else "out_type": [
-                    jax.ShapeDtypeStruct(buffers[name].shape, jnp.dtype(buffers[name].dtype)) for name in (*fresh, *updated)
+                    jax.ShapeDtypeStruct(buffers[name].shape, jnp.dtype(launcher.pointer_dtype(buffers[name].dtype)))
+                    for name in (*fresh, *updated)
                 ]
             },
             **_options(launch, version),

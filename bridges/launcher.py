@@ -76,9 +76,21 @@ def _mismatch(launch: Launch, kernel: Any) -> TypeError:
     )
 
 
+def pointer_dtype(dtype: str) -> str:
+    """What a kernel's pointer to a buffer points to: the buffer's dtype, but bytes for the fp8 kinds, which kernels decode themselves."""
+    return "uint8" if dtype.startswith("float8") else dtype
+
+
 def interpret(program: Program, tensors: dict[str, Any]) -> None:
     """Runs the program on CPU tensors through Triton's interpreter."""
+    import torch
+
     refuse_unless_runnable(program, on_cpu=True)
+    buffers = dict((*program.inputs, *program.outputs, *program.scratch))
+    tensors = {
+        name: tensor if pointer_dtype(buffers[name].dtype) == buffers[name].dtype else tensor.view(torch.uint8)
+        for name, tensor in tensors.items()
+    }
     with _INTERPRETING:
         for launch in program.launches:
             if 0 in launch.grid:
@@ -169,7 +181,9 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
             kernel = resolve_kernel(launch.kernel)
             with describe_failure(program, launch):
                 mock = [
-                    _Pointer(torch_dtype(buffers[arg].dtype), _nbytes(buffers[arg]), aligned[index[arg]]) if isinstance(arg, str) else arg
+                    _Pointer(torch_dtype(pointer_dtype(buffers[arg].dtype)), _nbytes(buffers[arg]), aligned[index[arg]])
+                    if isinstance(arg, str)
+                    else arg
                     for arg in launch.args
                 ]
                 bound = bind(launch, kernel, mock)

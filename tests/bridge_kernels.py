@@ -49,6 +49,13 @@ def total_kernel(sums_ptr, total_ptr, rows, ROWS: tl.constexpr):
 
 
 @triton.jit
+def flip_sign_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask, other=0) ^ 0x80, mask=mask)
+
+
+@triton.jit
 def broken_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + no_such_name)  # noqa: F821
@@ -91,6 +98,13 @@ def total_program(rows: int, width: int, *, scale: float = 0.5) -> Program:
         Launch(f"{_HERE}:total_kernel", (1, 1, 1), ("sums", "total", rows), ("total",), (("ROWS", _power_of_2(rows)),), num_warps=1),
     )
     return Program("total", (("x", x),), (("total", total),), (), (("sums", sums),), launches)
+
+
+def flip_sign_program(size: int, *, dtype: str) -> Program:
+    """out = -x of an fp8 kind, on its bytes."""
+    buffer = Buffer((size,), dtype)
+    launch = Launch(f"{_HERE}:flip_sign_kernel", (-(-size // 64), 1, 1), ("x", "out", size), ("out",), (("BLOCK", 64),))
+    return Program("flip sign", (("x", buffer),), (("out", buffer),), (), (), (launch,))
 
 
 def broken_program() -> Program:

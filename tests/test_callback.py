@@ -63,6 +63,14 @@ def test_a_program_gives_what_its_kernels_compute(size, dtype):
         np.testing.assert_array_equal(out, np.asarray(x) + np.asarray(y))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"])
+def test_kernels_see_fp8_buffers_as_bytes(dtype):
+    x = jnp.asarray(np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)))
+    (out,) = jax.jit(run_program, static_argnums=0)(kernels.flip_sign_program(256, dtype=dtype), {"x": x})
+    assert out.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(out).view(np.uint8), np.arange(256, dtype=np.uint8) ^ 0x80)
+
+
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "kept"])
 @pytest.mark.parametrize("dtype", ["uint16", "uint8", "float32"])
 @pytest.mark.parametrize("case", SCATTER_CASES, ids=str)

@@ -92,6 +92,7 @@ PROGRAMS = {
     "scratch and a float": kernels.total_program(6, 10),
     "a float that is 1": kernels.total_program(6, 10, scale=1.0),
     "an output written twice": accumulate_program(),
+    "fp8 as bytes": kernels.flip_sign_program(200, dtype="float8_e4m3fn"),
     "empty grid": kernels.scatter_program(2, 64, 24, 0),
 }
 
