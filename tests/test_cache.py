@@ -52,7 +52,7 @@ def test_every_element_is_at_its_address(content, order, dtype):
     flat = bits(cache.data).reshape(-1)
     rng = np.random.default_rng(1)
     for side, array in enumerate((key, value)):
-        for l, b, n, h, d in zip(*(rng.integers(0, size, 200) for size in key.shape), strict=True):
+        for layer, b, n, h, d in zip(*(rng.integers(0, size, 200) for size in key.shape), strict=True):
             at = reference_address(
                 content,
                 order,
@@ -62,17 +62,17 @@ def test_every_element_is_at_its_address(content, order, dtype):
                 head_size=spec.head_size,
                 itemsize=spec.dtype.itemsize,
                 side=side,
-                layer=l,
+                layer=layer,
                 block=b,
                 head=h,
                 token=n,
                 dim=d,
             )
-            assert flat[at] == bits(array)[l, b, n, h, d]
+            assert flat[at] == bits(array)[layer, b, n, h, d]
             s = spec.side_strides[side]
             terms = (
                 s.offset,
-                l * s.layer,
+                layer * s.layer,
                 b * s.block,
                 h * s.head,
                 n // s.n_vector * s.token_outer + n % s.n_vector * s.token,
