@@ -1,0 +1,375 @@
+"""Plans of paged attention: shapes in, launches out. Needs no Triton and no GPU."""
+
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from ...functional.cache import CacheSpec
+from ...functional.errors import UnsupportedError, bad_value
+from ..launch import Buffer, Launch, Program
+from ..tuning.archs import Arch, arch_facts, over_limits
+from ..tuning.attention import SPLIT, TILED, SplitRow, TiledRow, row_for, smaller
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+TILED_KERNEL = "purepage.kernels.triton.attention:paged_attention_tiled"
+SPLIT_KERNEL = "purepage.kernels.triton.decode:paged_attention_split"
+REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAttentionShape:
+    """Everything static about a call of paged attention; hashable. Dtypes are names.
+
+    Attributes:
+      num_tokens, num_seqs, num_heads: T, S, Hq.
+      table_width: M, blocks of a row of the block table.
+      cache: spec of the cache at hand (under `shard_map` the shard's).
+      cache_dtype: dtype of the cache's buffer; None is `cache.storage_dtype`.
+      max_query_len, max_seq_len: upper bounds; `max_seq_len` None is the table's width.
+      qq_bias: shape of the bias, or None.
+      has_score_scale: an f32[1] that multiplies the scores is passed.
+      scales_per_head: `k_scale` and `v_scale` are [L, H], not [L].
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_heads: int
+    table_width: int
+    cache: CacheSpec
+    cache_dtype: str | None = None
+    query_dtype: str
+    output_dtype: str
+    max_query_len: int
+    max_seq_len: int | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    qq_bias: tuple[int, int] | None = None
+    has_score_scale: bool = False
+    scale: float
+    scales_per_head: bool = False
+    has_output_scale: bool = False
+    return_lse: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.cache.num_kv_heads
+
+    @property
+    def head_pad(self) -> int:
+        return max(16, next_power_of_two(self.cache.head_size))
+
+    @property
+    def longest(self) -> int:
+        """Most keys of a sequence."""
+        width = self.table_width * self.cache.block_size
+        return width if self.max_seq_len is None else min(width, self.max_seq_len)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the matrix products: the narrowest that holds both operands exactly.
+
+        float16 holds every fp8 value, and converts faster than bfloat16; bfloat16 queries join it row by row, scaled by a power of two.
+        """
+        query, key = self.query_dtype, self.cache.dtype.name
+        if "float32" in (query, key):
+            return "float32"
+        if self.cache.is_quantized:
+            return "float16"
+        if query not in ITEMSIZE or query == key:
+            return key
+        return "float32"
+
+    @property
+    def row_factor(self) -> bool:
+        return self.compute_dtype == "float16" and self.query_dtype == "bfloat16"
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int, num_stages: int) -> int:
+    """Shared memory of a workgroup, from above: the query's rows, a key and a value tile a stage, scores on their way to a product."""
+    compute = ITEMSIZE[shape.compute_dtype]
+    stored = shape.cache.dtype.itemsize
+    # Tiles wait in shared memory as stored; one that must be converted goes through it a second time.
+    converted = 0 if shape.cache.dtype.name == shape.compute_dtype else 2 * tile * shape.head_pad * compute
+    return rows * shape.head_pad * compute + num_stages * 2 * tile * shape.head_pad * stored + converted + rows * tile * compute
+
+
+def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_of: Any) -> Any:
+    """`override` if it keeps the arch's limits (else ValueError), or the first of ever smaller configurations from `row` that does."""
+    candidate = row if override is None else override
+    while True:
+        why = over_limits(
+            arch,
+            shared_bytes=shared_bytes(shape, arch, rows=rows_of(candidate), tile=candidate.tile, num_stages=candidate.num_stages),
+            num_warps=candidate.num_warps,
+        )
+        if why is None:
+            return candidate
+        if override is not None:
+            bad_value("tuning", override, f"within the limits of {arch.name}: {why}")
+        following = smaller(candidate)
+        if following is None:
+            raise UnsupportedError(f"triton: head size {shape.cache.head_size} does not fit {arch.name}: {why}")
+        candidate = following
+
+
+def refusals(shape: PagedAttentionShape, arch: str) -> tuple[str, ...]:
+    """Why the kernels can't serve this shape on `arch`; empty where they can."""
+    try:
+        plan_paged_attention(shape, arch)
+    except UnsupportedError as error:
+        return (str(error).removeprefix("triton: "),)
+    return ()
+
+
+def plan_paged_attention(
+    shape: PagedAttentionShape,
+    arch: str,
+    *,
+    num_cus: int | None = None,
+    tiled: TiledRow | None = None,
+    split: SplitRow | None = None,
+) -> Program:
+    """Launches of one call.
+
+    Args:
+      shape: what is static about the call.
+      arch: see `purepage.kernels.tuning.archs`.
+      num_cus: compute units of the device; default: the arch's usual part.
+      tiled, split: tile sizes in place of the tables'.
+
+    Returns:
+      A program with inputs query, cache, k_scale, v_scale, query_start_loc, seq_lens, block_table, layer and those optional ones that the
+      shape has (alibi_slopes, sinks, qq_bias, score_scale, output_scale); outputs out and, if asked, lse.
+
+    Raises:
+      ValueError: an override passes a limit of the arch.
+      UnsupportedError: nothing is tuned for the arch, or no tile fits it.
+    """
+    facts = arch_facts(arch)
+    cus = num_cus or facts.num_cus
+    spec, pad = shape.cache, shape.head_pad
+    inputs = _inputs(shape)
+    outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, spec.head_size), shape.output_dtype)}
+    if shape.return_lse:
+        outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
+
+    split_row = _fit(shape, facts, _narrowed(row_for(SPLIT[arch], pad), shape), split, lambda row: _split_rows(shape, row)[2])
+    split_tokens = _split_rows(shape, split_row)[1]
+    uses_tiled = shape.max_query_len > split_tokens
+    if uses_tiled and shape.num_seqs == 1:
+        split_tokens = 0  # the one sequence is a prefill
+    tiled_row = _fit(shape, facts, _narrowed(row_for(TILED[arch], pad), shape), tiled, lambda row: _tiled_rows(shape, row)[2])
+
+    names = {**inputs, **outputs}
+    common = _common_constants(shape, facts)
+    launches, scratch = [], {}
+    if shape.num_tokens:
+        if uses_tiled:
+            launches.append(_tiled_launch(shape, tiled_row, split_tokens, names, common))
+        if split_tokens:
+            parts, scratch = _split_launches(shape, split_row, cus, names, common, zero_padding=not uses_tiled)
+            launches += parts
+    return Program(
+        name="paged_attention",
+        inputs=tuple(inputs.items()),
+        outputs=tuple(outputs.items()),
+        updates=(),
+        scratch=tuple(scratch.items()),
+        launches=tuple(launches),
+    )
+
+
+def _narrowed(row: Any, shape: PagedAttentionShape) -> Any:
+    """float32 has no matrix unit worth the name here: small tiles, or the operands fill the registers."""
+    if shape.compute_dtype != "float32":
+        return row
+    if isinstance(row, TiledRow):
+        return replace(row, rows=min(row.rows, 32), tile=min(row.tile, 32), num_stages=1, measured=None)
+    return replace(row, tile=min(row.tile, 32), max_rows=min(row.max_rows, 32), num_stages=min(row.num_stages, 2), measured=None)
+
+
+def _tiled_rows(shape: PagedAttentionShape, row: TiledRow) -> tuple[int, int, int]:
+    """(heads of a group, query tokens, rows) of one program."""
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.rows))
+    rows = min(row.rows, max(16, next_power_of_two(heads * shape.max_query_len)))
+    return heads, rows // heads, rows
+
+
+def _split_rows(shape: PagedAttentionShape, row: SplitRow) -> tuple[int, int, int]:
+    """(heads of a group, most query tokens, rows). The matrix unit has 16 rows at least: several query tokens may share them at no cost."""
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.max_rows))
+    tokens = shape.max_query_len if shape.max_query_len * heads <= row.max_rows else max(1, 16 // heads)
+    tokens = max(1, min(tokens, shape.max_query_len))
+    return heads, tokens, max(16, next_power_of_two(heads * tokens))
+
+
+def _inputs(shape: PagedAttentionShape) -> dict[str, Buffer]:
+    spec = shape.cache
+    scales = (spec.num_layers, spec.num_kv_heads) if shape.scales_per_head else (spec.num_layers,)
+    inputs = {
+        "query": Buffer((shape.num_tokens, shape.num_heads, spec.head_size), shape.query_dtype),
+        "cache": Buffer(spec.shape, shape.cache_dtype or spec.storage_dtype.name),
+        "k_scale": Buffer(scales, "float32"),
+        "v_scale": Buffer(scales, "float32"),
+        "query_start_loc": Buffer((shape.num_seqs + 1,), "int32"),
+        "seq_lens": Buffer((shape.num_seqs,), "int32"),
+        "block_table": Buffer((shape.num_seqs, shape.table_width), "int32"),
+        "layer": Buffer((1,), "int32"),
+    }
+    if shape.has_alibi:
+        inputs["alibi_slopes"] = Buffer((shape.num_heads,), "float32")
+    if shape.has_sinks:
+        inputs["sinks"] = Buffer((shape.num_heads,), "float32")
+    if shape.qq_bias is not None:
+        inputs["qq_bias"] = Buffer(shape.qq_bias, "float32")
+    if shape.has_score_scale:
+        inputs["score_scale"] = Buffer((1,), "float32")
+    if shape.has_output_scale:
+        inputs["output_scale"] = Buffer((1,), "float32")
+    return inputs
+
+
+def _common_constants(shape: PagedAttentionShape, arch: Arch) -> dict[str, Any]:
+    spec = shape.cache
+    key, value = spec.side_strides
+    rows, columns = shape.qq_bias or (0, 0)
+    return {
+        "SEQS_PAD": max(16, next_power_of_two(shape.num_seqs)),
+        "NUM_HEADS": shape.num_heads,
+        "GROUP": shape.group,
+        "SCALE": float(shape.scale),
+        "CAUSAL": shape.causal,
+        "WINDOW": shape.sliding_window or 0,
+        "SOFT_CAP": float(shape.logits_soft_cap or 0.0),
+        "BIAS_ROWS": rows,
+        "BIAS_COLUMNS": columns,
+        "HEAD_SIZE": spec.head_size,
+        "HEAD_PAD": shape.head_pad,
+        "NUM_BLOCKS": spec.num_blocks,
+        "BLOCK_SIZE": spec.block_size,
+        "QUERY_KIND": shape.query_dtype,
+        "STORED": spec.dtype.name,
+        "COMPUTE": "float32" if arch.vendor == "cpu" else shape.compute_dtype,  # the interpreter's dot takes bfloat16 for integers
+        "OUT_KIND": shape.output_dtype,
+        "HARDWARE_FP8": spec.dtype.name in arch.fp8 and (shape.query_dtype in ITEMSIZE or shape.query_dtype in arch.fp8),
+        "ROW_FACTOR": shape.row_factor,
+        "QUANTIZED": spec.is_quantized,
+        "SCALE_HEADS": spec.num_kv_heads if shape.scales_per_head else 1,
+        "WIDE": spec.num_blocks * max(key.block, value.block) >= 2**31,
+        "K_SIDE": astuple(key),
+        "V_SIDE": astuple(value),
+    }
+
+
+def _constants(common: dict[str, Any], names: str, **own: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple({**{name: common[name] for name in names.split()}, **own}.items())
+
+
+_KERNEL_CONSTANTS = (
+    "SEQS_PAD NUM_HEADS GROUP SCALE CAUSAL WINDOW SOFT_CAP BIAS_ROWS BIAS_COLUMNS HEAD_SIZE HEAD_PAD NUM_BLOCKS BLOCK_SIZE "
+    "QUERY_KIND STORED COMPUTE OUT_KIND HARDWARE_FP8 ROW_FACTOR QUANTIZED SCALE_HEADS WIDE K_SIDE V_SIDE"
+)
+_REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
+
+
+def _args(names: dict[str, Buffer], wanted: str, *numbers: int) -> tuple[Any, ...]:
+    return (*(name if name in names else None for name in wanted.split()), *numbers)
+
+
+def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, names: dict[str, Buffer], common: dict[str, Any]) -> Launch:
+    heads, tokens, rows = _tiled_rows(shape, row)
+    # The sequence s owns row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
+    blocks = shape.num_tokens // tokens + shape.num_seqs
+    blocks = max(blocks, ceil_div(shape.num_tokens, tokens))
+    head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
+    return Launch(
+        kernel=TILED_KERNEL,
+        grid=(blocks * head_blocks, 1, 1),
+        args=_args(
+            names,
+            "out lse query cache k_scale v_scale query_start_loc seq_lens block_table layer "
+            "alibi_slopes sinks qq_bias score_scale output_scale",
+            shape.num_tokens,
+            shape.num_seqs,
+            shape.table_width,
+        ),
+        writes=tuple(name for name in ("out", "lse") if name in names),
+        constants=_constants(common, _KERNEL_CONSTANTS, HEADS=heads, TOKENS=tokens, ROWS=rows, SPLIT_TOKENS=split_tokens, TILE=row.tile),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        options=row.options,
+    )
+
+
+def _split_launches(
+    shape: PagedAttentionShape, row: SplitRow, cus: int, names: dict[str, Buffer], common: dict[str, Any], *, zero_padding: bool
+) -> tuple[list[Launch], dict[str, Buffer]]:
+    heads, tokens, rows = _split_rows(shape, row)
+    head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
+    keys = shape.longest if shape.sliding_window is None else min(shape.longest, shape.sliding_window + tokens + row.tile)
+    programs = max(1, min(cus * row.programs_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.tile)))
+    part_rows = 2 * programs * head_blocks * heads * tokens
+    scratch = {
+        "part_acc": Buffer((part_rows, shape.cache.head_size), "float32"),
+        "part_mass": Buffer((part_rows,), "float32"),
+        "part_peak": Buffer((part_rows,), "float32"),
+    }
+    names = {**names, **scratch}
+    written = tuple(name for name in ("out", "lse") if name in names)
+    share = _constants(common, _KERNEL_CONSTANTS, PROGRAMS=programs, HEADS=heads, ROWS=rows, SPLIT_TOKENS=tokens, TILE=row.tile)
+    split = Launch(
+        kernel=SPLIT_KERNEL,
+        grid=(programs * head_blocks, 1, 1),
+        args=_args(
+            names,
+            "out lse part_acc part_mass part_peak query cache k_scale v_scale query_start_loc seq_lens block_table layer "
+            "alibi_slopes sinks qq_bias score_scale output_scale",
+            shape.num_seqs,
+            shape.table_width,
+        ),
+        writes=(*written, *scratch),
+        constants=share,
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        options=row.options,
+    )
+    # Many sequences: a program merges all rows of one; few: one program a row, so that the merge of one long sequence is spread out.
+    row_count = heads * tokens
+    merged = next_power_of_two(row_count) if shape.num_seqs * head_blocks >= cus else 1
+    merged = min(merged, max(1, 2048 // shape.head_pad))
+    parts = max(1, min(next_power_of_two(programs), 4096 // (merged * shape.head_pad), 32))
+    reduce = Launch(
+        kernel=REDUCE_KERNEL,
+        grid=(max(shape.num_seqs, shape.num_tokens if zero_padding else 0) * head_blocks * ceil_div(row_count, merged), 1, 1),
+        args=_args(
+            names,
+            "out lse part_acc part_mass part_peak v_scale query_start_loc seq_lens layer sinks output_scale",
+            shape.num_tokens,
+            shape.num_seqs,
+        ),
+        writes=written,
+        constants=_constants(
+            common,
+            _REDUCE_CONSTANTS,
+            ZERO_PADDING=zero_padding,
+            PROGRAMS=programs,
+            PARTS=parts,
+            HEADS=heads,
+            ROWS=merged,
+            SPLIT_TOKENS=tokens,
+            TILE=row.tile,
+        ),
+        num_warps=4,
+        num_stages=1,
+    )
+    return [split, reduce], scratch

@@ -1,0 +1,57 @@
+"""Runs a `Program` on torch tensors, without JAX: for benchmarks and checks of kernels by themselves."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..launch import Launch, Program
+
+
+def kernel_of(launch: Launch) -> Any:
+    """The `@triton.jit` function of a launch."""
+    module, _, name = launch.kernel.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def empty_tensor(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
+    """Uninitialised; filled with NaN (or the largest byte) so that an element nobody writes is seen."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    if kind.itemsize == 1:
+        return torch.full(shape, 0xFF, dtype=torch.uint8, device=device).view(kind)
+    return (
+        torch.full(shape, float("nan"), dtype=kind, device=device)
+        if kind.is_floating_point
+        else torch.empty(shape, dtype=kind, device=device)
+    )
+
+
+def launch_torch(launch: Launch, tensors: Mapping[str, Any], *, interpreted: bool = False) -> None:
+    """One launch; fp8 tensors go in as bytes, which is how the kernels read them."""
+    import torch
+
+    args = []
+    for arg in launch.args:
+        value = tensors[arg] if isinstance(arg, str) else arg
+        if isinstance(value, torch.Tensor) and value.dtype.itemsize == 1:
+            value = value.view(torch.uint8)
+        args.append(value)
+    kernel = kernel_of(launch)
+    options = {} if interpreted or torch.version.hip is None else dict(launch.options)
+    names = dict(zip(kernel.arg_names, args, strict=False))
+    kernel[launch.grid](**names, **dict(launch.constants), num_warps=launch.num_warps, num_stages=launch.num_stages, **options)
+
+
+def run_program_torch(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs every launch in order; returns the outputs and updated inputs by name.
+
+    Args:
+      tensors: the program's inputs by name, on one device; on a CPU the kernels must have been imported with TRITON_INTERPRET=1.
+    """
+    device = next(iter(tensors.values())).device
+    fresh = {name: empty_tensor(buffer.shape, buffer.dtype, device) for name, buffer in (*program.outputs, *program.scratch)}
+    everything = {**tensors, **fresh}
+    for launch in program.launches:
+        launch_torch(launch, everything, interpreted=device.type == "cpu")
+    return {name: everything[name] for name in (*(name for name, _ in program.outputs), *program.updates)}

@@ -1,0 +1,286 @@
+"""One KV tile of attention, on the device: which tiles a row block needs, loading them through the block table, and the online softmax.
+
+Scores are kept in base 2. A *full* tile is one that every row sees whole: it runs without any mask. Only the tiles at the edges of the
+causal triangle, the window or the sequence are masked. Tiles outside are never read.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import axis_offsets, cast, to_compute, typed
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def key_bounds(first, last, kv_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Keys [begin, end) that some query at positions [first, last] sees, and [full_begin, full_end) that all of them see."""
+    end = kv_len
+    full_end = kv_len
+    begin = tl.minimum(first, 0) * 0
+    full_begin = begin
+    if CAUSAL:
+        end = tl.minimum(end, last + 1)
+        full_end = tl.minimum(full_end, first + 1)
+    if WINDOW > 0:
+        begin = tl.maximum(first - (WINDOW - 1), 0)
+        full_begin = tl.maximum(last - (WINDOW - 1), 0)
+        if not CAUSAL:
+            end = tl.minimum(end, last + WINDOW)
+            full_end = tl.minimum(full_end, first + WINDOW)
+    return begin, tl.maximum(end, begin), full_begin, tl.maximum(full_end, 0)
+
+
+@triton.jit
+def tile_bounds(begin, end, full_begin, full_end, TILE: tl.constexpr):
+    """The same in tiles: [lo, hi) to read and [full_lo, full_hi) within it that need no mask."""
+    lo = begin // TILE
+    hi = tl.where(end > begin, (end + TILE - 1) // TILE, lo)
+    full_lo = tl.minimum(tl.maximum((full_begin + TILE - 1) // TILE, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_end // TILE, full_lo), hi)
+    return lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def block_ids(table_row, tile, table_width, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block of a tile, or one block per key where a tile straddles pages. Unneeded ids may be anything: they are clamped."""
+    if BLOCK_SIZE % TILE == 0:
+        page = tile // (BLOCK_SIZE // TILE)
+    else:
+        page = (tile * TILE + tl.arange(0, TILE)) // BLOCK_SIZE
+    ids = tl.load(table_row + page, mask=page < table_width, other=0)
+    return tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
+
+
+@triton.jit
+def token_offsets(
+    ids,
+    tile,
+    SIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Element offsets of a tile's tokens: one for the whole tile, and one per token, in 64 bits only where gathered pages need it.
+
+    SIDE is a `SideStrides` as a tuple.
+    """
+    BLOCK: tl.constexpr = SIDE[2]
+    OUTER: tl.constexpr = SIDE[4]
+    INNER: tl.constexpr = SIDE[5]
+    VECTOR: tl.constexpr = SIDE[6]
+    if BLOCK_SIZE % TILE == 0:
+        start = (tile % (BLOCK_SIZE // TILE)) * TILE
+        return ids.to(tl.int64) * BLOCK + (start // VECTOR) * OUTER, axis_offsets(tl.arange(0, TILE), OUTER, INNER, VECTOR)
+    else:
+        # A run of RUN tokens never straddles a page, so n-contiguous layouts still load 128 bits at a time.
+        RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
+        place = (tile * TILE + tl.arange(0, TILE)) % BLOCK_SIZE
+        ids = tl.max_constancy(ids, [RUN])
+        if WIDE:
+            paged = ids.to(tl.int64) * BLOCK
+        else:
+            paged = ids * BLOCK
+        return 0, paged + axis_offsets(place, OUTER, INNER, VECTOR)
+
+
+@triton.jit
+def dim_offsets(SIDE: tl.constexpr, HEAD_PAD: tl.constexpr):
+    OUTER: tl.constexpr = SIDE[7]
+    INNER: tl.constexpr = SIDE[8]
+    VECTOR: tl.constexpr = SIDE[9]
+    return axis_offsets(tl.arange(0, HEAD_PAD), OUTER, INNER, VECTOR)
+
+
+@triton.jit
+def side_base(cache, layer, kv_head, SIDE: tl.constexpr, STORED: tl.constexpr):
+    """Where one head of one layer of a side starts; in 64 bits, a cache may pass 2**31 elements."""
+    OFFSET: tl.constexpr = SIDE[0]
+    LAYER: tl.constexpr = SIDE[1]
+    HEAD: tl.constexpr = SIDE[3]
+    return typed(cache, STORED) + (OFFSET + layer.to(tl.int64) * LAYER + tl.cast(kv_head, tl.int64) * HEAD)
+
+
+@triton.jit
+def load_tile(pointers, d_ok, n_ok, PAD: tl.constexpr, MASKED: tl.constexpr):
+    if PAD and MASKED:
+        return tl.load(pointers, mask=d_ok & n_ok, other=0)
+    elif PAD:
+        return tl.load(pointers, mask=d_ok, other=0)
+    elif MASKED:
+        return tl.load(pointers, mask=n_ok, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def attend_tile(
+    acc,
+    mass,
+    peak,
+    q,
+    ids,
+    tile,
+    key_base,
+    value_base,
+    factor,
+    position,
+    key_begin,
+    key_end,
+    slope,
+    bias_row,
+    bias_row_ok,
+    context,
+    MASKED: tl.constexpr,
+    SAME_KEYS: tl.constexpr,
+    ROW_FACTOR: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS_COLUMNS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STORED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+    K_SIDE: tl.constexpr,
+    V_SIDE: tl.constexpr,
+):
+    """Adds one tile to the running (accumulator, mass, peak) of the rows."""
+    PAD: tl.constexpr = HEAD_PAD != HEAD_SIZE
+    # Tokens side by side in memory: a mask along them would break 128-bit loads, so such a side is loaded whole and masked after.
+    V_BY_TOKEN: tl.constexpr = V_SIDE[6] > 1 or V_SIDE[4] == 1
+    d = tl.arange(0, HEAD_PAD)
+    key = tile * TILE + tl.arange(0, TILE)
+    visible = (key >= key_begin) & (key < key_end)
+
+    k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
+    k_dim = dim_offsets(K_SIDE, HEAD_PAD)
+    k = load_tile(key_base + k_tile + (k_dim[:, None] + k_token[None, :]), d[:, None] < HEAD_SIZE, visible[None, :], PAD, MASKED)
+    s = tl.dot(q, to_compute(k, STORED, COMPUTE, HARDWARE_FP8), input_precision="ieee")
+
+    PLAIN: tl.constexpr = SOFT_CAP == 0.0 and not ALIBI and BIAS_COLUMNS == 0
+    if PLAIN and not MASKED:
+        new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
+        if ROW_FACTOR:
+            p = tl.exp2(s * factor[:, None] - new_peak[:, None])
+        else:
+            p = tl.exp2(s * factor - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+    else:
+        if ROW_FACTOR:
+            s = s * factor[:, None]
+        else:
+            s = s * factor
+        if SOFT_CAP != 0.0:  # cap * tanh(z / cap), with exp2(s) = exp(2 z / cap): neither end overflows into NaN
+            s = (SOFT_CAP * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s)))
+        if ALIBI:
+            s += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        if BIAS_COLUMNS > 0:
+            column = key - context
+            bias_ok = bias_row_ok[:, None] & ((column >= 0) & (column < BIAS_COLUMNS))[None, :]
+            bias = tl.load(bias_row[:, None] + column[None, :], mask=bias_ok, other=0.0)
+            s = tl.where(bias == float("-inf"), bias, s + LOG2E * bias)  # a bias of -inf is a mask, also of a NaN key
+        if MASKED:
+            keep = visible[None, :]
+            if CAUSAL:
+                keep = keep & (key[None, :] <= position[:, None])
+            if WINDOW > 0:
+                keep = keep & (position[:, None] - key[None, :] < WINDOW)
+                if not CAUSAL:
+                    keep = keep & (key[None, :] - position[:, None] < WINDOW)
+            s = tl.where(keep, s, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(s, 1))
+        # A row that has seen no key yet has no peak: -inf - -inf would be NaN.
+        floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        p = tl.exp2(s - floor[:, None])
+        decay = tl.exp2(peak - floor)
+    mass = mass * decay + tl.sum(p, 1)
+    acc = acc * decay[:, None]
+
+    v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
+    v_dim = dim_offsets(V_SIDE, HEAD_PAD)
+    v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
+    v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, MASKED and not V_BY_TOKEN)
+    if MASKED and V_BY_TOKEN:
+        v = tl.where(visible[:, None], v, 0)
+    v = to_compute(v, STORED, COMPUTE, HARDWARE_FP8)
+    if MASKED and not SAME_KEYS:
+        # A key that only some rows see may hold NaN or Inf: 0 * NaN must not reach the others. Rows that do see it get NaN.
+        spoilt = ~(tl.abs(v.to(tl.float32)) < float("inf"))
+        v = tl.where(spoilt, 0.0, v).to(v.dtype)
+        acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
+        if tl.max(tl.max(spoilt.to(tl.int32), 1), 0) > 0:
+            hits = tl.dot((s != float("-inf")).to(tl.float16), spoilt.to(tl.float16))
+            acc = tl.where(hits > 0, float("nan"), acc)
+    else:
+        acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
+    return acc, mass, new_peak
+
+
+@triton.jit
+def attend_range(
+    acc,
+    mass,
+    peak,
+    q,
+    factor,
+    lo,
+    hi,
+    full_lo,
+    full_hi,
+    table_row,
+    table_width,
+    key_base,
+    value_base,
+    position,
+    key_begin,
+    key_end,
+    slope,
+    bias_row,
+    bias_row_ok,
+    context,
+    SAME_KEYS: tl.constexpr,
+    ROW_FACTOR: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    BIAS_COLUMNS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STORED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    HARDWARE_FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+    K_SIDE: tl.constexpr,
+    V_SIDE: tl.constexpr,
+):
+    """Tiles [lo, hi): those in [full_lo, full_hi) in a pipelined loop, then the few at either edge with masks."""
+    ids = block_ids(table_row, full_lo, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+    for tile in tl.range(full_lo, full_hi):
+        # The next tile's blocks are fetched a whole tile ahead: no load of keys waits for the block table.
+        next_ids = block_ids(table_row, tile + 1, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+        acc, mass, peak = attend_tile(
+            acc, mass, peak, q, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row, bias_row_ok,
+            context, False, SAME_KEYS, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
+            STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+        )  # fmt: skip
+        ids = next_ids
+    left = full_lo - lo
+    for edge in tl.range(0, left + hi - full_hi, num_stages=1):
+        tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
+        ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+        acc, mass, peak = attend_tile(
+            acc, mass, peak, q, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row, bias_row_ok,
+            context, True, SAME_KEYS, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
+            STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+        )  # fmt: skip
+    return acc, mass, peak

@@ -1,0 +1,102 @@
+"""Tile sizes of paged attention, by architecture and head size (rounded up to a power of two).
+
+`measured` says where a row comes from: a row that nobody timed says so. Rows start from what compiles without spills.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+Options = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class TiledRow:
+    """Tiled kernel: `rows` of query tokens times heads by `tile` keys."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    options: Options = ()
+    measured: str | None = None
+
+
+@dataclass(frozen=True)
+class SplitRow:
+    """Split kernel: `tile` keys at a time; `programs_per_cu` shares for each compute unit; at most `max_rows` rows."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs_per_cu: int
+    max_rows: int = 64
+    options: Options = ()
+    measured: str | None = None
+
+
+WAVES_2: Options = (("waves_per_eu", 2),)
+
+TILED: Mapping[str, Mapping[int, TiledRow]] = {
+    "sm_90": {
+        64: TiledRow(128, 64, 4, 3),
+        128: TiledRow(128, 64, 4, 3),
+        256: TiledRow(128, 64, 8, 2),
+        512: TiledRow(64, 32, 8, 2),
+    },
+    "sm_80": {64: TiledRow(128, 64, 4, 3), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 32, 4, 2), 512: TiledRow(32, 32, 4, 1)},
+    "gfx90a": {
+        64: TiledRow(128, 64, 4, 1, WAVES_2),
+        128: TiledRow(128, 64, 4, 1),
+        256: TiledRow(64, 32, 4, 1),
+        512: TiledRow(32, 16, 4, 1),
+    },
+    "gfx942": {
+        64: TiledRow(128, 64, 4, 1, WAVES_2),
+        128: TiledRow(128, 64, 4, 1),
+        256: TiledRow(64, 32, 4, 1),
+        512: TiledRow(32, 16, 4, 1),
+    },
+    "gfx950": {
+        64: TiledRow(128, 64, 4, 2, WAVES_2),
+        128: TiledRow(128, 64, 4, 2),
+        256: TiledRow(64, 64, 4, 1),
+        512: TiledRow(32, 32, 4, 1),
+    },
+    "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 8, 1)},
+    "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 8, 1)},
+    "gfx1201": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 32, 8, 1), 512: TiledRow(16, 16, 8, 1)},
+    "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 64, 8, 2), 512: TiledRow(32, 32, 8, 2)},
+    "cpu": {512: TiledRow(16, 16, 1, 1)},
+}
+"""Row of the smallest head size at or above the one at hand."""
+
+SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
+    "sm_90": {128: SplitRow(64, 4, 3, 2, 128), 256: SplitRow(32, 4, 3, 2, 64), 512: SplitRow(32, 8, 2, 1, 64)},
+    "sm_80": {128: SplitRow(64, 4, 3, 2, 64), 256: SplitRow(32, 4, 2, 2, 64), 512: SplitRow(16, 4, 2, 1, 32)},
+    "gfx90a": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
+    "gfx942": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
+    "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
+    "gfx1100": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 4, 1, 4, 32), 512: SplitRow(16, 8, 1, 4, 16)},
+    "gfx1151": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 4, 1, 4, 32), 512: SplitRow(16, 8, 1, 4, 16)},
+    "gfx1201": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(32, 4, 1, 4, 32), 512: SplitRow(16, 8, 1, 4, 16)},
+    "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(32, 8, 2, 2, 32)},
+    "cpu": {512: SplitRow(16, 1, 1, 2, 128)},
+}
+
+
+def row_for(table: Mapping[int, TiledRow] | Mapping[int, SplitRow], head_pad: int):
+    """The row of the smallest head size in the table that is not below `head_pad`."""
+    return table[min((size for size in table if size >= head_pad), default=max(table))]
+
+
+def smaller(row: TiledRow | SplitRow):
+    """The next configuration that needs less shared memory, or None: fewer stages, then a smaller tile, then fewer rows."""
+    if row.num_stages > 1:
+        return replace(row, num_stages=row.num_stages - 1, measured=None)
+    if row.tile > 16:
+        return replace(row, tile=row.tile // 2, measured=None)
+    if isinstance(row, TiledRow) and row.rows > 16:
+        return replace(row, rows=row.rows // 2, measured=None)
+    if isinstance(row, SplitRow) and row.max_rows > 16:
+        return replace(row, max_rows=row.max_rows // 2, measured=None)
+    return None
