@@ -8,7 +8,7 @@ from .common import axis_offsets, cast, float32_to_fp8
 
 @triton.jit
 def round_to(x, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 values in a model dtype, to nearest even. Triton's interpreter cuts off where it should round to bfloat16: there in integers."""
+    """float32 values in a model dtype, to nearest even. Triton's interpreter cuts bfloat16 off instead of rounding: there in integers."""
     if KIND == "bfloat16" and INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
@@ -20,31 +20,47 @@ def round_to(x, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quantized(x, KIND: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """float32 values as fp8 codes: clamped, to nearest even, NaN stays NaN."""
+    """float32 values as fp8 codes: clamped, to nearest even; NaN gives one code of each sign, the same on every target."""
     if HARDWARE_FP8:
         # Clamped first: whether a conversion saturates differs by target. Comparisons with NaN are false, so it passes.
         LARGEST: tl.constexpr = 448.0 if KIND == "float8_e4m3fn" else (240.0 if KIND == "float8_e4m3fnuz" else 57344.0)
-        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+        clamped = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
         if KIND == "float8_e4m3fn":
-            code = x.to(tl.float8e4nv)
+            code = clamped.to(tl.float8e4nv)
         elif KIND == "float8_e4m3fnuz":
-            code = x.to(tl.float8e4b8)
+            code = clamped.to(tl.float8e4b8)
         elif KIND == "float8_e5m2":
-            code = x.to(tl.float8e5)
+            code = clamped.to(tl.float8e5)
         else:
-            code = x.to(tl.float8e5b16)
-        return code.to(tl.uint8, bitcast=True)
+            code = clamped.to(tl.float8e5b16)
+        code = code.to(tl.uint8, bitcast=True)
     else:
-        return float32_to_fp8(x, KIND)
+        code = float32_to_fp8(x, KIND)
+    if KIND == "float8_e4m3fn" or KIND == "float8_e5m2":
+        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        nan = sign | (0x7F if KIND == "float8_e4m3fn" else 0x7E)
+        return tl.where(x != x, nan.to(tl.uint8), code)
+    else:
+        return code
 
 
 @triton.jit
 def to_stored(x, scale, STORED: tl.constexpr, HARDWARE_FP8: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 values as the cache stores them; fp8 as value / scale, an IEEE division (a product with 1 / scale differs by a code at ties)."""
+    """Values of a model dtype as the cache stores them.
+
+    Values of the cache's own dtype go in as they are; fp8 after an IEEE division: a product with 1 / scale differs by a code at ties.
+    """
     if STORED == "float32" or STORED == "float16" or STORED == "bfloat16":
-        return round_to(x, STORED, INTERPRETED)
+        if (
+            (x.dtype == tl.float32 and STORED == "float32")
+            or (x.dtype == tl.float16 and STORED == "float16")
+            or (x.dtype == tl.bfloat16 and STORED == "bfloat16")
+        ):
+            return x
+        else:
+            return round_to(x.to(tl.float32), STORED, INTERPRETED)
     else:
-        return quantized(tl.div_rn(x, scale), STORED, HARDWARE_FP8)
+        return quantized(tl.div_rn(x.to(tl.float32), scale), STORED, HARDWARE_FP8)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def write_rows(
     d_ok = d < HEAD_SIZE
     ok = is_token & (slot >= 0) & (slot < NUM_SLOTS)
     source = rows + head * HEAD_SIZE + token.to(tl.int64)[:, None] * ROW + d[None, :]
-    values = tl.load(source, mask=ok[:, None] & d_ok[None, :], other=0.0).to(tl.float32)
+    values = tl.load(source, mask=ok[:, None] & d_ok[None, :], other=0.0)
     codes = to_stored(values, side_scale(scales, layer, head, STORED, SCALE_HEADS), STORED, HARDWARE_FP8, INTERPRETED)
     store_channels(side_base(cache, layer, head, SIDE, STORED), slot_offsets(slot, BLOCK_SIZE, SIDE), d, codes, ok, d_ok, SIDE)
 
@@ -70,10 +70,10 @@ def update_cache_kernel(
     slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
     layer_index = tl.load(layer)
     write_rows(
-        cache, key, k_scale, layer_index, head, token, slot, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD, NUM_SLOTS, BLOCK_SIZE,
-        STORED, K_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, K_SIDE,
+        cache, key, k_scale, layer_index, head, token, slot, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD,
+        NUM_SLOTS, BLOCK_SIZE, STORED, K_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, K_SIDE,
     )  # fmt: skip
     write_rows(
-        cache, value, v_scale, layer_index, head, token, slot, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD, NUM_SLOTS, BLOCK_SIZE,
-        STORED, V_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, V_SIDE,
+        cache, value, v_scale, layer_index, head, token, slot, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD,
+        NUM_SLOTS, BLOCK_SIZE, STORED, V_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, V_SIDE,
     )  # fmt: skip

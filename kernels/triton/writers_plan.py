@@ -150,3 +150,163 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
         options=EXACT,
     )
     return Program("update_cache", tuple(inputs.items()), (), ("cache",), (), (launch,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeShape:
+    """Everything static about rotary embedding, alone or with the cache write and the norm. Dtypes are names.
+
+    Attributes:
+      num_tokens, num_heads, num_kv_heads, head_size: T, Hq, H, D.
+      num_positions, rotary_dim: shape of `cos_sin_cache`.
+      is_neox: pairs (d, d + rotary_dim/2), else (2j, 2j+1).
+      query_dtype, key_dtype, value_dtype, table_dtype: the last is that of `cos_sin_cache`.
+      cache: None: nothing is written.
+      eps: of the norm; None: no norm. With a norm, query, key and value lie in one qkv array of `query_dtype`.
+      mrope_section: (t, h, w), or () for one position a token.
+      is_interleaved: see `mrope_section` of `qk_norm_mrope_and_update_cache`.
+    """
+
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_positions: int
+    rotary_dim: int
+    is_neox: bool
+    query_dtype: str
+    key_dtype: str
+    value_dtype: str
+    table_dtype: str
+    cache: CacheShape | None = None
+    eps: float | None = None
+    mrope_section: tuple[int, ...] = ()
+    is_interleaved: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """Whether query, key and value come in one qkv array."""
+        return self.eps is not None
+
+    @property
+    def name(self) -> str:
+        if self.cache is None:
+            return "rotary_embedding"
+        if not self.packed:
+            return "rope_and_update_cache"
+        return "qk_norm_mrope_and_update_cache" if self.mrope_section else "qk_norm_rope_and_update_cache"
+
+
+ROTARY_KERNEL = "purepage.kernels.triton.rotary:rotary_kernel"
+ROPE_UPDATE_KERNEL = "purepage.kernels.triton.fused:rope_update_kernel"
+
+MOST_HEADS = 4
+ROPE_ELEMENTS = 2048
+"""Elements of one head's tile: with cos and sin beside it a thread holds four times its share."""
+
+
+def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Program:
+    """Launches of `rotary_embedding` and of the three fused writers: one kernel each.
+
+    Args:
+      shape: what is static about the call.
+      arch: see `purepage.kernels.tuning.archs`.
+      num_cus: compute units of the device; default: the arch's usual part.
+
+    Returns:
+      A program with inputs query and key, or qkv, q_weight and k_weight; positions, cos_sin_cache; where it writes also value, and those of
+      `cache_inputs`. Its outputs are query_out [T, Hq, D] and key_out [T, H, D]; it updates cache where there is one.
+
+    Raises:
+      UnsupportedError: the arch is not known.
+    """
+    facts = arch_facts(arch)
+    inputs = _rope_inputs(shape)
+    outputs = {
+        "query_out": Buffer((shape.num_tokens, shape.num_heads, shape.head_size), shape.query_dtype),
+        "key_out": Buffer((shape.num_tokens, shape.num_kv_heads, shape.head_size), shape.key_dtype),
+    }
+    half, rest = shape.rotary_dim // 2, shape.head_size - shape.rotary_dim
+    half_pad, rest_pad = next_power_of_two(half), next_power_of_two(rest) if rest else 0
+    width = next_power_of_two(shape.head_size)
+    by_token = shape.cache is not None and writes_by_token(shape.cache.spec)
+    cus, heads = num_cus or facts.num_cus, MOST_HEADS
+    while heads > 1 and (shape.num_heads % heads or shape.num_kv_heads % heads):
+        heads //= 2
+    all_heads = shape.num_heads + shape.num_kv_heads
+
+    def tokens_for(heads: int) -> int:
+        at_least = BY_TOKEN_TOKENS if by_token else 1
+        return tokens_of_tile(shape.num_tokens, all_heads // heads, width, cus, at_least=at_least, elements=ROPE_ELEMENTS)
+
+    while heads > 1 and ceil_div(shape.num_tokens, tokens_for(heads)) * (all_heads // heads) < 2 * cus:
+        heads //= 2
+    tokens = tokens_for(heads)
+    constants = {
+        "TOKENS": tokens,
+        "HEADS": heads,
+        "NUM_HEADS": shape.num_heads,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "HEAD_SIZE": shape.head_size,
+        "NEOX": shape.is_neox,
+        "HALF": half,
+        "HALF_PAD": half_pad,
+        "REST_PAD": rest_pad,
+        "NUM_POSITIONS": shape.num_positions,
+        "Q_KIND": shape.query_dtype,
+        "K_KIND": shape.key_dtype,
+        "INTERPRETED": facts.vendor == "cpu",
+    }
+    names = ("query_out", "key_out", "query", "key", "positions", "cos_sin_cache")
+    if shape.cache is not None:
+        names = (
+            *("query_out", "key_out", "cache", *(("qkv",) * 3 if shape.packed else ("query", "key", "value")), "q_weight", "k_weight"),
+            *("positions", "cos_sin_cache", "slot_mapping", "k_scale", "v_scale", "layer"),
+        )
+        constants |= _rope_write_constants(shape, facts)
+    launch = Launch(
+        kernel=ROTARY_KERNEL if shape.cache is None else ROPE_UPDATE_KERNEL,
+        grid=(ceil_div(shape.num_tokens, tokens) * (ceil_div(shape.num_heads, heads) + ceil_div(shape.num_kv_heads, heads)), 1, 1),
+        args=(*(name if name in inputs or name in outputs else None for name in names), shape.num_tokens),
+        writes=("query_out", "key_out", *(() if shape.cache is None else ("cache",))),
+        constants=tuple(constants.items()),
+        num_warps=warps_of_tile(tokens * width, facts),
+        num_stages=1,
+        options=EXACT,
+    )
+    return Program(shape.name, tuple(inputs.items()), tuple(outputs.items()), () if shape.cache is None else ("cache",), (), (launch,))
+
+
+def _rope_inputs(shape: RopeShape) -> dict[str, Buffer]:
+    tokens, size = shape.num_tokens, shape.head_size
+    if shape.packed:
+        inputs = {
+            "qkv": Buffer((tokens, (shape.num_heads + 2 * shape.num_kv_heads) * size), shape.query_dtype),
+            "q_weight": Buffer((size,), "float32"),
+            "k_weight": Buffer((size,), "float32"),
+        }
+    else:
+        inputs = {
+            "query": Buffer((tokens, shape.num_heads, size), shape.query_dtype),
+            "key": Buffer((tokens, shape.num_kv_heads, size), shape.key_dtype),
+        }
+        if shape.cache is not None:
+            inputs["value"] = Buffer((tokens, shape.num_kv_heads, size), shape.value_dtype)
+    inputs["positions"] = Buffer((3, tokens) if shape.mrope_section else (tokens,), "int32")
+    inputs["cos_sin_cache"] = Buffer((shape.num_positions, shape.rotary_dim), shape.table_dtype)
+    return inputs if shape.cache is None else {**inputs, **cache_inputs(shape.cache, tokens)}
+
+
+def _rope_write_constants(shape: RopeShape, arch: Arch) -> dict[str, Any]:
+    query, key = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    return {
+        "HEAD_PAD": next_power_of_two(shape.head_size),
+        "Q_ROW": query + 2 * key if shape.packed else query,
+        "K_ROW": query + 2 * key if shape.packed else key,
+        "K_START": query if shape.packed else 0,
+        "V_START": query + key if shape.packed else 0,
+        "SECTION": tuple(shape.mrope_section),
+        "INTERLEAVED": shape.is_interleaved,
+        "EPS": shape.eps or 0.0,
+        **cache_constants(shape.cache, arch),
+    }

@@ -1,0 +1,174 @@
+"""Rotary embedding: one head of a block of tokens, on the device, and the kernel that rotates queries and keys without a cache.
+
+A head is held as its rotated pairs, two tiles [tokens, HALF_PAD] of first and second members, and the channels past rotary_dim as a third.
+NEOX pairs channel j with j + HALF, GPT-J 2j with 2j + 1; both load and store 128 bits at a time.
+"""
+
+import triton
+import triton.language as tl
+
+from .slots import round_to
+
+
+@triton.jit
+def load_pairs(rows, is_row, NEOX: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """First and second members of the pairs, float32; `rows` [tokens] are pointers to channel 0."""
+    j = tl.arange(0, HALF_PAD)
+    if NEOX:
+        ok = is_row[:, None] & (j < HALF)[None, :]
+        first = tl.load(rows[:, None] + j[None, :], mask=ok, other=0.0)
+        second = tl.load(rows[:, None] + (j + HALF)[None, :], mask=ok, other=0.0)
+    else:
+        i = tl.arange(0, 2 * HALF_PAD)
+        both = tl.load(rows[:, None] + i[None, :], mask=is_row[:, None] & (i < 2 * HALF)[None, :], other=0.0)
+        first, second = tl.split(tl.reshape(both, [both.shape[0], HALF_PAD, 2]))
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def load_rest(rows, is_row, ROTARY: tl.constexpr, HEAD_SIZE: tl.constexpr, REST_PAD: tl.constexpr):
+    """Channels at or past rotary_dim, float32."""
+    i = ROTARY + tl.arange(0, REST_PAD)
+    return tl.load(rows[:, None] + i[None, :], mask=is_row[:, None] & (i < HEAD_SIZE)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def position_row(positions, token, is_token, num_tokens, ROW: tl.constexpr):
+    """Positions of one of the rows of [rows, T]."""
+    return tl.load(positions + ROW * num_tokens + token, mask=is_token, other=0)
+
+
+@triton.jit
+def load_cos_sin(
+    cos_sin,
+    positions,
+    token,
+    is_token,
+    num_tokens,
+    NUM_POSITIONS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    SECTION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """cos and sin [tokens, HALF_PAD], float32; NaN where there is no such position.
+
+    SECTION is () or the (t, h, w) of mrope: each frequency then takes one of three rows of positions.
+    """
+    f = tl.arange(0, HALF_PAD)
+    if len(SECTION) == 3:
+        if INTERLEAVED:
+            takes_h = (f % 3 == 1) & (f < 3 * SECTION[1])
+            takes_w = (f % 3 == 2) & (f < 3 * SECTION[2])
+        else:
+            takes_h = (f >= SECTION[0]) & (f < SECTION[0] + SECTION[1])
+            takes_w = f >= SECTION[0] + SECTION[1]
+        time = position_row(positions, token, is_token, num_tokens, 0)
+        height = position_row(positions, token, is_token, num_tokens, 1)
+        width = position_row(positions, token, is_token, num_tokens, 2)
+        position = tl.where(takes_w[None, :], width[:, None], tl.where(takes_h[None, :], height[:, None], time[:, None]))
+    else:
+        position = position_row(positions, token, is_token, num_tokens, 0)[:, None]
+    known = (position >= 0) & (position < NUM_POSITIONS) & (f < HALF)[None, :]
+    pointers = cos_sin + position.to(tl.int64) * (2 * HALF) + f[None, :]
+    cos = tl.load(pointers, mask=known, other=float("nan"))
+    sin = tl.load(pointers + HALF, mask=known, other=float("nan"))
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def rotate(first, second, cos, sin, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Both members of the pairs, rotated in float32 and rounded to the model's dtype."""
+    turned_first = round_to(first * cos - second * sin, KIND, INTERPRETED)
+    return turned_first, round_to(second * cos + first * sin, KIND, INTERPRETED)
+
+
+@triton.jit
+def store_pairs(rows, is_row, first, second, NEOX: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    j = tl.arange(0, HALF_PAD)
+    if NEOX:
+        ok = is_row[:, None] & (j < HALF)[None, :]
+        tl.store(rows[:, None] + j[None, :], first, mask=ok)
+        tl.store(rows[:, None] + (j + HALF)[None, :], second, mask=ok)
+    else:
+        i = tl.arange(0, 2 * HALF_PAD)
+        both = tl.reshape(tl.join(first, second), [first.shape[0], 2 * HALF_PAD])
+        tl.store(rows[:, None] + i[None, :], both, mask=is_row[:, None] & (i < 2 * HALF)[None, :])
+
+
+@triton.jit
+def store_rest(rows, is_row, rest, ROTARY: tl.constexpr, HEAD_SIZE: tl.constexpr, REST_PAD: tl.constexpr):
+    i = ROTARY + tl.arange(0, REST_PAD)
+    tl.store(rows[:, None] + i[None, :], rest, mask=is_row[:, None] & (i < HEAD_SIZE)[None, :])
+
+
+@triton.jit
+def rotate_head(
+    out,
+    rows,
+    is_row,
+    cos,
+    sin,
+    NEOX: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One head without a norm, from `rows` [tokens] (pointers) to `out` [tokens]; returns what was stored: (first, second, rest)."""
+    first, second = load_pairs(rows, is_row, NEOX, HALF, HALF_PAD)
+    first, second = rotate(first, second, cos, sin, KIND, INTERPRETED)
+    store_pairs(out, is_row, first, second, NEOX, HALF, HALF_PAD)
+    if REST_PAD > 0:
+        rest = round_to(load_rest(rows, is_row, 2 * HALF, HEAD_SIZE, REST_PAD), KIND, INTERPRETED)
+        store_rest(out, is_row, rest, 2 * HALF, HEAD_SIZE, REST_PAD)
+    else:
+        rest = first
+    return first, second, rest
+
+
+@triton.jit
+def rotary_kernel(
+    q_out,
+    k_out,
+    query,
+    key,
+    positions,
+    cos_sin,
+    num_tokens,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    NEOX: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    NUM_POSITIONS: tl.constexpr,
+    Q_KIND: tl.constexpr,
+    K_KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Grid: blocks of TOKENS tokens x groups of HEADS query heads, then of HEADS key heads."""
+    Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    GROUPS: tl.constexpr = Q_GROUPS + (NUM_KV_HEADS + HEADS - 1) // HEADS
+    program = tl.program_id(0)
+    group = program % GROUPS
+    token = program // GROUPS * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, (), False)
+    if group < Q_GROUPS:
+        for i in tl.static_range(HEADS):
+            head = group * HEADS + i
+            at = token.to(tl.int64) * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE
+            ok = is_token & (head < NUM_HEADS)
+            rotate_head(q_out + at, query + at, ok, cos, sin, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, Q_KIND, INTERPRETED)
+    else:
+        for i in tl.static_range(HEADS):
+            head = (group - Q_GROUPS) * HEADS + i
+            at = token.to(tl.int64) * (NUM_KV_HEADS * HEAD_SIZE) + head * HEAD_SIZE
+            ok = is_token & (head < NUM_KV_HEADS)
+            rotate_head(k_out + at, key + at, ok, cos, sin, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, K_KIND, INTERPRETED)
