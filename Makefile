@@ -1,7 +1,7 @@
 # `make demo` writes text with a real model, `make test` runs the tests. Each lays its own environment in .venv; all that it needs
 # beforehand is make and a Python >= 3.11 with venv. Say PYTHON=... to choose one.
 #
-# torch's wheel on PyPI is the one for CUDA, some GB. `make test TORCH_INDEX=https://download.pytorch.org/whl/cpu` takes the small one.
+# torch's wheel on PyPI is the one for CUDA, some GB; TORCH_INDEX names the index that has the CPU build, which is small.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
