@@ -38,8 +38,8 @@ def attention_with_new_tokens(
 ) -> Float[Array, "T Hq D"]:
     """`paged_attention`, but positions from a sequence's context on are read from `key` and `value`, row by row with `query`.
 
-    The implementation is the one that `paged_attention` would take. Where that has no one-pass kernel, it attends in two parts; a sliding
-    window or ALiBi needs one pass, since the parts do not know each other's positions.
+    Where the implementation that `paged_attention` would take has no one-pass kernel, it attends in two parts, each by the best that can;
+    a sliding window or ALiBi needs one pass, since the parts do not know each other's positions.
 
     Raises:
       UnsupportedError: the named implementation can't; with None, the best that can is taken.
@@ -50,7 +50,7 @@ def attention_with_new_tokens(
     if one_pass or call.sliding_window is not None or call.alibi_slopes is not None:
         out, _ = dispatch.run(ONE_PASS, call, chosen if one_pass else implementation, key, value)
         return out
-    return _two_parts(query, key, value, cache, metadata, implementation=chosen, **options)
+    return _two_parts(query, key, value, cache, metadata, implementation=implementation, **options)
 
 
 def _two_parts(query, key, value, cache, metadata, *, sinks=None, output_scale=None, output_dtype, implementation, **options) -> Array:
