@@ -210,13 +210,16 @@ def attend_tile(
         v = tl.where(visible[:, None], v, 0)
     v = to_compute(v, STORED, COMPUTE, HARDWARE_FP8)
     if MASKED and not SAME_KEYS:
-        # A key that only some rows see may hold NaN or Inf: 0 * NaN must not reach the others. Rows that do see it get NaN.
+        # A key that only some rows see may hold NaN or Inf: 0 * NaN must not reach the others. Rows that do see it get NaN, by way of a
+        # product past float32's range that is added to the same accumulator: another one would not fit the registers.
         spoilt = ~(tl.abs(v.to(tl.float32)) < float("inf"))
         v = tl.where(spoilt, 0.0, v).to(v.dtype)
         acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
         if tl.max(tl.max(spoilt.to(tl.int32), 1), 0) > 0:
-            hits = tl.dot((s != float("-inf")).to(tl.float16), spoilt.to(tl.float16))
-            acc = tl.where(hits > 0, float("nan"), acc)
+            WIDE_KIND: tl.constexpr = "float32" if COMPUTE == "float32" else "bfloat16"
+            seen = cast(tl.where(s != float("-inf"), 1e38, 0.0), WIDE_KIND)
+            acc = tl.dot(seen, cast(tl.where(spoilt, 1e38, 0.0), WIDE_KIND), acc, input_precision="ieee")
+            acc = tl.where(tl.abs(acc) == float("inf"), float("nan"), acc)
     else:
         acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
     return acc, mass, new_peak
