@@ -38,8 +38,8 @@ WAVES_2: Options = (("waves_per_eu", 2),)
 
 TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "sm_90": {
-        64: TiledRow(128, 64, 4, 3),
-        128: TiledRow(128, 64, 4, 3),
+        64: TiledRow(128, 128, 8, 2),
+        128: TiledRow(128, 128, 8, 2),
         256: TiledRow(128, 64, 8, 2),
         512: TiledRow(64, 32, 8, 2),
     },
