@@ -1,6 +1,7 @@
 """The cache writer in plain JAX: one scatter of bits for each side, or one for both where key and value lie alike.
 
-The scatter's indices are per axis (layer, block, side, token), so no flat index of the cache is ever formed and none can overflow.
+The scatter's indices are per axis of the buffer as it is, so no flat index is ever formed and none can overflow, and the buffer is never
+reshaped: where an axis has size 1 (one KV head a device), XLA gives a reshape another layout, and copies the cache to undo it.
 """
 
 import jax
@@ -22,31 +23,34 @@ def stored_bits(values: Float[Array, "T H D"], scale: Float[Array, "..."], layer
 
 def scatter(data: Array, sides: tuple[Array, Array], slots: Int[Array, " T"], layer: Int[Array, ""], spec: CacheSpec) -> Array:
     """`data` with the (key, value) bits [T, H, D] of each token in its slot; tokens whose slot is not in the cache are dropped."""
-    # -1 would wrap to the last block; the block after the last is dropped. Slots past the cache have a block past it already.
+    slots = slots[:, None]
     token = slots % spec.block_size
-    at = {"L": layer, "B": jnp.where(slots < 0, spec.num_blocks, slots // spec.block_size), "N": token}
-    split = {"N/x": token // spec.vector, "x": token % spec.vector}
-    key_axes, value_axes = spec.side_axes
-    if key_axes == value_axes:
-        kept = [axis for axis in key_axes if axis not in at]
-        rows = jnp.stack([_as_it_lies(side, kept, spec) for side in sides], axis=1 + kept.index("2"))
-        return _set(data, rows, key_axes, at, spec)
-    for side, (bits, axes) in enumerate(zip(sides, spec.side_axes, strict=True)):
-        where = {**at, "2": side, **(split if "N/x" in axes else {})}
-        kept = [axis for axis in axes if axis not in where]
-        data = _set(data, _as_it_lies(bits, kept, spec), axes, where, spec)
+    # -1 would wrap to the last block; the block after the last is dropped. Slots past the cache have a block past it already.
+    at = {"L": layer, "B": jnp.where(slots < 0, spec.num_blocks, slots // spec.block_size)}
+    if "N" in spec.axes:  # a token's channels lie in one piece, its key beside or before its value
+        rows = [axis for axis in spec.side_axes[0] if axis not in ("L", "B", "N")]
+        both = jnp.stack(sides, axis=1 + rows.index("2"))
+        kept = tuple(axis for axis in spec.axes if axis not in ("L", "B", "N"))
+        return _set(data, both.reshape(slots.shape[0], 1, *spec.extents.shape(kept)), {**at, "N": token}, spec)
+    for side, (bits, lie) in enumerate(zip(sides, spec.side_strides, strict=True)):
+        pieces = spec.head_size // lie.d_vector
+        start = token // lie.n_vector * lie.token_outer + token % lie.n_vector * lie.token + jnp.arange(pieces) * lie.dim_outer
+        rows = bits.reshape(slots.shape[0], spec.num_kv_heads, pieces, lie.d_vector).swapaxes(1, 2)
+        data = _set(data, rows, {**at, "2": side, "DN": start}, spec)
     return data
 
 
-def _as_it_lies(bits: Array, kept: list[str], spec: CacheSpec) -> Array:
-    """[T, H, D] as [T, the axes that no index takes, without the side's]. Heads come before channels in every layout."""
-    return bits.reshape(bits.shape[0], *(spec.extents.of(axis) for axis in kept if axis != "2"))
-
-
-def _set(data: Array, rows: Array, axes: tuple[str, ...], at: dict[str, Array | int], spec: CacheSpec) -> Array:
-    view = data.reshape(spec.extents.shape(axes))
-    index = tuple(at.get(axis, slice(None)) for axis in axes)
-    return view.at[index].set(rows, mode="drop").reshape(data.shape)
+def _set(data: Array, rows: Array, at: dict[str, Array | int], spec: CacheSpec) -> Array:
+    """`data` with windows set. `at`: where each starts, [T, pieces]; `rows`: [T, pieces, the axes that `at` lacks, and the piece of DN]."""
+    axes = spec.axes
+    indexed = [i for i, axis in enumerate(axes) if axis in at]
+    starts = jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(at[axes[i]], jnp.int32) for i in indexed)), axis=-1)
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(2, rows.ndim)),
+        inserted_window_dims=tuple(i for i in indexed if axes[i] != "DN"),
+        scatter_dims_to_operand_dims=tuple(indexed),
+    )
+    return lax.scatter(data, starts, rows, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 @jax.jit
