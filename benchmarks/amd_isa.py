@@ -1,0 +1,282 @@
+"""What every Triton kernel needs of every AMD architecture, compiled without a GPU: `python -m benchmarks.amd_isa`.
+
+Writes `benchmarks/results/amd_isa.json` and the same as a table, `amd_isa.md`. `VARIANTS` is the grid; the tests take it from here.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from purepage.functional.cache import CacheSpec
+from purepage.kernels.launch import Program
+from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.triton.encoder_plan import EncoderShape, plan_encoder_attention
+from purepage.kernels.triton.merge_plan import MergeShape, plan_merge
+from purepage.kernels.triton.writers_plan import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
+from purepage.kernels.tuning.archs import arch_facts
+from purepage.kernels.verify import Job, Needs, compile_for, jobs_of
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "amd_isa"
+RESULTS = ROOT / "benchmarks" / "results"
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
+
+OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
+
+
+def native_fp8(arch: str) -> str:
+    """The e4m3 kind that the architecture converts in hardware; where it has none, the one that its caches usually hold."""
+    return FNUZ if FNUZ in arch_facts(arch).fp8 else OCP
+
+
+def foreign_fp8(arch: str) -> str:
+    """An e4m3 kind that the architecture does not convert: the kernels decode it themselves."""
+    return OCP if FNUZ in arch_facts(arch).fp8 else FNUZ
+
+
+def _spec(arch: str, head_size: int, kv_heads: int, cache: str, block_size: int, content: str, num_blocks: int) -> CacheSpec:
+    dtype = {"native": native_fp8(arch), "foreign": foreign_fp8(arch)}.get(cache, cache)
+    return CacheSpec(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        num_layers=4,
+        dtype=dtype,
+        content=content,
+    )
+
+
+ALL: Mapping[str, Any] = {
+    "sliding_window": 1000,
+    "logits_soft_cap": 30.0,
+    "has_alibi": True,
+    "has_sinks": True,
+    "has_score_scale": True,
+    "return_lse": True,
+}
+
+
+def attention(
+    head_size: int,
+    *,
+    query: str = "bfloat16",
+    cache: str = "bfloat16",
+    content: str = "packed",
+    block_size: int = 64,
+    heads: tuple[int, int] = (32, 8),
+    num_blocks: int = 1000,
+    max_query_len: int = 1024,
+    **options: Any,
+) -> Callable[[str], Program]:
+    """Plan of paged attention by arch. A batch of prefill and decode runs all three kernels; `max_query_len=1` runs the last two."""
+
+    def plan(arch: str) -> Program:
+        spec = _spec(arch, head_size, heads[1], cache, block_size, content, num_blocks)
+        query_dtype = native_fp8(arch) if query == "native" else query
+        shape = PagedAttentionShape(
+            num_tokens=2048 if max_query_len > 1 else 32,
+            num_seqs=32,
+            num_heads=heads[0],
+            table_width=64,
+            cache=spec,
+            query_dtype=query_dtype,
+            output_dtype="bfloat16" if query == "native" else query_dtype,
+            max_query_len=max_query_len,
+            scale=head_size**-0.5,
+            **options,
+        )
+        return plan_paged_attention(shape, arch)
+
+    return plan
+
+
+def encoder(head_size: int, dtype: str = "bfloat16", **options: Any) -> Callable[[str], Program]:
+    shape = EncoderShape(
+        num_tokens=4000,
+        num_seqs=8,
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=head_size,
+        dtype=dtype,
+        max_query_len=1024,
+        scale=head_size**-0.5,
+        **options,
+    )
+    return lambda arch: plan_encoder_attention(shape, arch)
+
+
+def _cache_shape(arch: str, head_size: int, cache: str, content: str) -> CacheShape:
+    return CacheShape(spec=_spec(arch, head_size, 8, cache, 16, content, 4000), k_scale_per_head=True, v_scale_per_head=True)
+
+
+def writer(head_size: int, cache: str = "bfloat16", content: str = "packed", *, tokens: int = 4096) -> Callable[[str], Program]:
+    def plan(arch: str) -> Program:
+        shape = UpdateShape(
+            num_tokens=tokens, cache=_cache_shape(arch, head_size, cache, content), key_dtype="bfloat16", value_dtype="bfloat16"
+        )
+        return plan_update_cache(shape, arch)
+
+    return plan
+
+
+def rope(
+    head_size: int, cache: str | None = "bfloat16", content: str = "packed", *, tokens: int = 4096, **options: Any
+) -> Callable[[str], Program]:
+    """Plan of rotary embedding (no cache), of rope and write, and with `eps` of the norm as well."""
+
+    def plan(arch: str) -> Program:
+        given = {"rotary_dim": head_size, "is_neox": True, **options}
+        shape = RopeShape(
+            num_tokens=tokens,
+            num_heads=32,
+            num_kv_heads=8,
+            head_size=head_size,
+            num_positions=8192,
+            query_dtype="bfloat16",
+            key_dtype="bfloat16",
+            value_dtype="bfloat16",
+            table_dtype="bfloat16",
+            cache=None if cache is None else _cache_shape(arch, head_size, cache, content),
+            **given,
+        )
+        return plan_rope(shape, arch)
+
+    return plan
+
+
+def merge(head_size: int) -> Callable[[str], Program]:
+    shape = MergeShape(num_tokens=2048, num_heads=32, head_size=head_size, dtype_a="bfloat16", dtype_b="bfloat16")
+    return lambda arch: plan_merge(shape, arch)
+
+
+VARIANTS: Mapping[str, Callable[[str], Program]] = {
+    "attention D64 bf16": attention(64),
+    "attention D64 bf16 window": attention(64, sliding_window=1000),
+    "attention D64 bf16 all features": attention(64, **ALL),
+    "attention D64 bf16 xpacked": attention(64, content="xpacked", block_size=16),
+    "attention D64 native fp8": attention(64, cache="native"),
+    "attention D128 bf16": attention(128),
+    "attention D128 bf16 soft cap": attention(128, logits_soft_cap=30.0),
+    "attention D128 bf16 all features": attention(128, **ALL),
+    "attention D128 bf16 non-causal": attention(128, causal=False),
+    "attention D128 bf16 block 16": attention(128, block_size=16),
+    "attention D128 bf16 interleaved": attention(128, content="xpacked_interleaved_v", block_size=16),
+    "attention D128 bf16 xpacked, all features": attention(128, content="xpacked", block_size=16, **ALL),
+    "attention D128 bf16 qq_bias": attention(128, qq_bias=(64, 64)),
+    "attention D128 bf16 MQA 64:1": attention(128, heads=(64, 1)),
+    "attention D128 bf16 over 2^31 elements": attention(128, num_blocks=40000, block_size=16),
+    "attention D128 f16": attention(128, query="float16", cache="float16"),
+    "attention D128 f32": attention(128, query="float32", cache="float32"),
+    "attention D128 native fp8": attention(128, cache="native"),
+    "attention D128 native fp8 all features": attention(128, cache="native", **ALL),
+    "attention D128 foreign fp8": attention(128, cache="foreign"),
+    "attention D128 fp8 query": attention(128, query="native", cache="native", has_output_scale=False),
+    "attention D80 bf16": attention(80, block_size=16),
+    "attention D256 bf16": attention(256),
+    "attention D256 bf16 all features": attention(256, **ALL),
+    "attention D256 bf16 xpacked": attention(256, content="xpacked", block_size=16),
+    "attention D256 native fp8": attention(256, cache="native"),
+    "attention D512 bf16": attention(512, heads=(16, 2)),
+    "decode D64 bf16": attention(64, max_query_len=1),
+    "decode D128 bf16 all features": attention(128, max_query_len=1, **ALL),
+    "decode D128 native fp8": attention(128, max_query_len=1, cache="native"),
+    "encoder D64 bf16": encoder(64),
+    "encoder D128 bf16 all features": encoder(128, causal=True, sliding_window=100, logits_soft_cap=30.0, has_sinks=True),
+    "encoder D256 f16": encoder(256, "float16"),
+    "write D128 bf16": writer(128),
+    "write D128 bf16 xpacked": writer(128, content="xpacked"),
+    "write D128 native fp8": writer(128, "native"),
+    "write D256 foreign fp8 interleaved": writer(256, "foreign", "xpacked_interleaved_v"),
+    "rope D128": rope(128, None),
+    "rope+write D128 bf16": rope(128),
+    "rope+write D128 native fp8 xpacked": rope(128, "native", "xpacked"),
+    "qk-norm+rope+write D128 bf16": rope(128, eps=1e-6),
+    "qk-norm+rope+write D256 foreign fp8 gptj": rope(256, "foreign", eps=1e-6, is_neox=False, rotary_dim=64),
+    "qk-norm+mrope+write D128 native fp8": rope(128, "native", eps=1e-6, mrope_section=(24, 20, 20)),
+    "merge D128": merge(128),
+}
+"""By what they are called in the table: for an arch the program that its tuning tables choose."""
+
+
+@dataclass(frozen=True)
+class Row:
+    variant: str
+    job: Job
+    needs: Needs
+
+
+def rows_of(variants: Mapping[str, Callable[[str], Program]], archs: tuple[str, ...], processes: int) -> Iterator[Row]:
+    """Compiles each kernel of each variant for each arch; a kernel that several variants share has a row under each."""
+    named = [(name, job) for arch in archs for name, plan in variants.items() for job in jobs_of(plan(arch), arch)]
+    needs = compile_for([job for _, job in named], cache_dir=CACHE, processes=processes)
+    return (Row(name, job, need) for (name, job), need in zip(named, needs, strict=True))
+
+
+COLUMNS = ("VGPRs", "AGPRs", "SGPRs", "spills V/S", "scratch", "LDS", "waves/SIMD", "MFMA/WMMA", "loads by bits")
+
+
+def _tile(job: Job) -> str:
+    constants = dict(job.launch.constants)
+    return "x".join(str(constants[name]) for name in ("ROWS", "TOKENS", "TILE") if name in constants) + f" w{job.launch.num_warps}"
+
+
+def table(rows: list[Row]) -> str:
+    """The report as Markdown, one table for each architecture."""
+    text = [
+        "# What the Triton kernels need of AMD GPUs",
+        "",
+        "Compiled without a GPU by `python -m benchmarks.amd_isa`, in the configurations that the tuning tables choose. Not timed.",
+        "VGPRs include AGPRs. Spilled SGPRs go to lanes of a VGPR: where scratch is 0 bytes none reached memory. Loads are counted in",
+        "the text, not as they run. The tile column gives ROWS x TOKENS x TILE, as far as a kernel has them, and the waves of a workgroup.",
+    ]
+    for arch in dict.fromkeys(row.job.arch for row in rows):
+        text += ["", f"## {arch}", "", f"| variant | kernel | tile | {' | '.join(COLUMNS)} |", "|---|---|---|" + "---:|" * len(COLUMNS)]
+        for row in rows:
+            if row.job.arch != arch:
+                continue
+            n = row.needs
+            cells = (
+                [n.error, *[""] * (len(COLUMNS) - 1)]
+                if n.error
+                else [
+                    *(n.vgprs, n.agprs, n.sgprs, f"{n.vgpr_spills}/{n.sgpr_spills}", n.scratch_bytes, n.lds_bytes, n.waves_per_simd),
+                    *(n.matrix_ops, ", ".join(f"{bits}: {count}" for bits, count in n.loads)),
+                ]
+            )
+            text.append("| " + " | ".join(map(str, (row.variant, n.kernel, _tile(row.job), *cells))) + " |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="only this architecture, nothing is written (may be repeated)")
+    parser.add_argument("--only", default="", help="only variants whose name contains this, nothing is written")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    start = time.time()
+    variants = {name: plan for name, plan in VARIANTS.items() if options.only in name}
+    rows = list(rows_of(variants, tuple(options.arch or ARCHS), options.processes))
+    text = table(rows)
+    if options.arch or options.only:
+        print(text)
+    else:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        (RESULTS / "amd_isa.md").write_text(text)
+        records = [
+            {"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "constants": dict(r.job.launch.constants)} for r in rows
+        ]
+        (RESULTS / "amd_isa.json").write_text(json.dumps(records, indent=1) + "\n")
+    bad = [row for row in rows if row.needs.error or row.needs.scratch_bytes or row.needs.vgpr_spills]
+    print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(bad)} use scratch, spill or don't compile")
+    for row in bad:
+        n = row.needs
+        print(f"  {n.arch} {n.kernel} [{_tile(row.job)}] {row.variant}: {n.error or f'{n.vgpr_spills} spills, {n.scratch_bytes} bytes'}")
+
+
+if __name__ == "__main__":
+    main()
