@@ -146,7 +146,7 @@ def rope_update_kernel(
     if group < Q_GROUPS:
         for i in tl.static_range(HEADS):
             head = group * HEADS + i
-            ok = is_token & (head < NUM_HEADS)
+            ok = token < tl.where(head < NUM_HEADS, num_tokens, 0)
             rows = query + long_token * Q_ROW + head * HEAD_SIZE
             out = q_out + long_token * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE
             first, second, rest = normed_head(
@@ -162,22 +162,23 @@ def rope_update_kernel(
         layer_index = tl.load(layer)
         for i in tl.static_range(HEADS):
             head = (group - Q_GROUPS) * HEADS + i
-            ok = is_token & (head < NUM_KV_HEADS)
-            rows = key + long_token * K_ROW + (K_START + head * HEAD_SIZE)
-            out = k_out + long_token * (NUM_KV_HEADS * HEAD_SIZE) + head * HEAD_SIZE
-            first, second, rest = normed_head(
-                rows, ok, k_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, K_KIND, INTERPRETED
+            ok = token < tl.where(head < NUM_KV_HEADS, num_tokens, 0)
+            # Names of their own: Triton joins what both branches name, and keys may have another dtype than queries.
+            k_rows = key + long_token * K_ROW + (K_START + head * HEAD_SIZE)
+            k_to = k_out + long_token * (NUM_KV_HEADS * HEAD_SIZE) + head * HEAD_SIZE
+            k_first, k_second, k_rest = normed_head(
+                k_rows, ok, k_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, K_KIND, INTERPRETED
             )  # fmt: skip
-            first, second = rotate(first, second, cos, sin, K_KIND, INTERPRETED)
-            store_pairs(out, ok, first, second, NEOX, HALF, HALF_PAD)
+            k_first, k_second = rotate(k_first, k_second, cos, sin, K_KIND, INTERPRETED)
+            store_pairs(k_to, ok, k_first, k_second, NEOX, HALF, HALF_PAD)
             if REST_PAD > 0:
-                rest = round_to(rest, K_KIND, INTERPRETED)
-                store_rest(out, ok, rest, 2 * HALF, HEAD_SIZE, REST_PAD)
+                k_rest = round_to(k_rest, K_KIND, INTERPRETED)
+                store_rest(k_to, ok, k_rest, 2 * HALF, HEAD_SIZE, REST_PAD)
             # A group may end past the last head: whose scale and place are then head 0's, and nothing is stored.
             real = tl.where(head < NUM_KV_HEADS, head, 0)
             store_head(
                 side_base(cache, layer_index, real, K_SIDE, STORED), offsets, ok & (slot >= 0) & (slot < NUM_SLOTS),
-                side_scale(k_scale, layer_index, real, STORED, K_SCALE_HEADS), first, second, rest,
+                side_scale(k_scale, layer_index, real, STORED, K_SCALE_HEADS), k_first, k_second, k_rest,
                 NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, STORED, HARDWARE_FP8, INTERPRETED, K_SIDE,
             )  # fmt: skip
             write_rows(
