@@ -49,7 +49,13 @@ def block_ids(table_row, tile, table_width, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE
     else:
         page = (tile * TILE + tl.arange(0, TILE)) // BLOCK_SIZE
     ids = tl.load(table_row + page, mask=page < table_width, other=0)
-    return tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
+    ids = tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
+    if BLOCK_SIZE % TILE != 0:
+        # A run of tokens never straddles a page, so layouts with tokens side by side still load 128 bits at a time. Said here, where the ids
+        # are made: on a function's argument the hint is lost.
+        RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
+        ids = tl.max_constancy(ids, [RUN])
+    return ids
 
 
 @triton.jit
@@ -73,15 +79,17 @@ def token_offsets(
         start = (tile % (BLOCK_SIZE // TILE)) * TILE
         return ids.to(tl.int64) * BLOCK + (start // VECTOR) * OUTER, axis_offsets(tl.arange(0, TILE), OUTER, INNER, VECTOR)
     else:
-        # A run of RUN tokens never straddles a page, so n-contiguous layouts still load 128 bits at a time.
-        RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
-        place = (tile * TILE + tl.arange(0, TILE)) % BLOCK_SIZE
-        ids = tl.max_constancy(ids, [RUN])
         if WIDE:
             paged = ids.to(tl.int64) * BLOCK
         else:
             paged = ids * BLOCK
-        return 0, paged + axis_offsets(place, OUTER, INNER, VECTOR)
+        n = tl.arange(0, TILE)
+        if VECTOR == 1:
+            return 0, paged + (tile * TILE + n) % BLOCK_SIZE * OUTER
+        else:
+            # A tile starts with a vector: the compiler sees that the places within one are side by side.
+            vector = (tile * (TILE // VECTOR) + n // VECTOR) % (BLOCK_SIZE // VECTOR)
+            return 0, paged + (vector * OUTER + n % VECTOR * INNER)
 
 
 @triton.jit
