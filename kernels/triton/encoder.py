@@ -32,6 +32,7 @@ def encoder_attention_kernel(
     HEAD_PAD: tl.constexpr,
     TILE: tl.constexpr,
     KIND: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):
     """Grid: row blocks x KV heads x tiles of their query heads. Sequence s owns the row blocks from query_start_loc[s] // TOKENS + s on."""
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -69,7 +70,7 @@ def encoder_attention_kernel(
     factor = score_factor(score_scale, None, 0, kv_head, SCALE, SOFT_CAP, False, 1)
     q_base = query + (start + first).to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
-    q, factor = load_query(q_base, q_offsets, ok, factor, KIND, KIND, False, False, HEAD_SIZE, HEAD_PAD)
+    q, factor = load_query(q_base, q_offsets, ok, factor, KIND, COMPUTE, False, False, HEAD_SIZE, HEAD_PAD)
     mass, peak = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
 
@@ -79,9 +80,10 @@ def encoder_attention_kernel(
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
     for tile in tl.range(full_lo, full_hi):
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, tile, tile, key + base, value + base, factor, position, key_begin, key_end, None, None, ok, 0,
+            acc, mass, peak, q, tl.cast(tile, tl.int64), tile, key + base, value + base, factor, position, key_begin, key_end,
+            None, None, ok, 0,
             False, SAME_KEYS, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
-            KIND, KIND, False, False, SIDE, SIDE,
+            KIND, COMPUTE, False, False, SIDE, SIDE,
         )  # fmt: skip
     left = full_lo - lo
     for edge in tl.range(0, left + hi - full_hi, num_stages=1):
@@ -89,7 +91,7 @@ def encoder_attention_kernel(
         acc, mass, peak = attend_tile(
             acc, mass, peak, q, tile, tile, key + base, value + base, factor, position, key_begin, key_end, None, None, ok, 0,
             True, SAME_KEYS, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
-            KIND, KIND, False, False, SIDE, SIDE,
+            KIND, COMPUTE, False, False, SIDE, SIDE,
         )  # fmt: skip
     token = (start + first).to(tl.int64) + row_token
     store_rows(out, None, token, head, ok, acc, mass, peak, 1.0, None, NUM_HEADS, HEAD_SIZE, HEAD_PAD, KIND)

@@ -128,6 +128,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
             ("HEAD_PAD", shape.head_pad),
             ("TILE", row.tile),
             ("KIND", shape.dtype),
+            ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers
         ),
         num_warps=row.num_warps,
         num_stages=row.num_stages,

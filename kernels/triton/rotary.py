@@ -164,11 +164,11 @@ def rotary_kernel(
         for i in tl.static_range(HEADS):
             head = group * HEADS + i
             at = token.to(tl.int64) * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE
-            ok = is_token & (head < NUM_HEADS)
+            ok = token < tl.where(head < NUM_HEADS, num_tokens, 0)
             rotate_head(q_out + at, query + at, ok, cos, sin, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, Q_KIND, INTERPRETED)
     else:
         for i in tl.static_range(HEADS):
             head = (group - Q_GROUPS) * HEADS + i
             at = token.to(tl.int64) * (NUM_KV_HEADS * HEAD_SIZE) + head * HEAD_SIZE
-            ok = is_token & (head < NUM_KV_HEADS)
+            ok = token < tl.where(head < NUM_KV_HEADS, num_tokens, 0)
             rotate_head(k_out + at, key + at, ok, cos, sin, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, K_KIND, INTERPRETED)
