@@ -53,7 +53,7 @@ def arch_of(device: Any) -> Arch:
 
 def default_arch() -> Arch:
     """The `Arch` of the device that JAX computes on when nobody says otherwise."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]: made at run time
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
     return arch_of(device)

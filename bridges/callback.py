@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental.buffer_callback import buffer_callback
 from jaxtyping import Array
 
@@ -131,7 +132,7 @@ def _is_sharded(array: Array) -> bool:
     """Whether the array is known to be cut up: a concrete one, or a traced one over axes of explicit sharding. Axes that the compiler
     shards by itself can't be seen here.
     """
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return any(axis is not None for axis in jax.typeof(array).sharding.spec)
     return not getattr(array, "is_fully_replicated", True)
 

@@ -9,7 +9,9 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from ..functional.cache import CacheSpec, KVCache, check_cache
@@ -67,7 +69,7 @@ def to_torch(array: Array, *, copy: bool | None = None) -> Any:
     import torch
 
     _check_copy(copy)
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         bad_type("array", array, "a concrete array; inside jax.jit use purepage.bridges.callback.call_torch")
     if not isinstance(array, jax.Array):
         bad_type("array", array, "a jax.Array")
@@ -76,16 +78,16 @@ def to_torch(array: Array, *, copy: bool | None = None) -> Any:
     devices = array.sharding.device_set
     if len(devices) != 1:
         bad_value("array", array, f"on one device, not spread over {len(devices)}: convert each of its addressable_shards")
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         bad_type("array", array, "of a plain dtype: convert jax.random.key_data(key)")
-    kind, ordinal = array.__dlpack_device__()
+    kind, ordinal = array.__dlpack_device__()  # pyright: ignore[reportAttributeAccessIssue]: jax declares less than it has
     stream = None
     if torch_device(kind).startswith("cuda"):
         stream = stream_argument(int(kind), torch.cuda.current_stream(ordinal).cuda_stream)
     else:
         array.block_until_ready()
     try:
-        tensor = torch.from_dlpack(array.__dlpack__(stream=stream))
+        tensor = torch.from_dlpack(array.__dlpack__(stream=stream))  # pyright: ignore[reportCallIssue]
     except (BufferError, jax.errors.JaxRuntimeError) as err:
         raise TypeError(f"array is {describe(array)}: torch {torch.__version__} has no dtype {array.dtype} ({err})") from err
     return tensor.clone() if copy else tensor
@@ -145,7 +147,7 @@ def _is_cuda(source: Any) -> bool:
 
 
 def _refuse_narrowing(tensor: Any, dtype: str) -> None:
-    if dtype in _WIDE and not jax.config.jax_enable_x64:
+    if dtype in _WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
             f"tensor is {describe(tensor)}: JAX would cut it to {_WIDE[dtype]} in silence; "
             f"convert it to {_WIDE[dtype]} first if its values fit, or set jax_enable_x64"

@@ -29,7 +29,7 @@ from .callback import check_inputs
 
 OLDEST = (0, 3, 1)
 _ALIASES_TAKE_NO_PARAMETER = (0, 4)
-_BROKEN = {(0, 4, 0): (0, 12), (0, 4, 1): (0, 12)}
+_BROKEN: dict[tuple[int, ...], tuple[int, int]] = {(0, 4, 0): (0, 12), (0, 4, 1): (0, 12)}
 """jax-triton release to the first jax whose dead-code elimination its rule does not fit."""
 
 
@@ -191,7 +191,7 @@ def wrapper_source(launch: Launch, operands: tuple[str, ...], fresh: tuple[str, 
     return f"def {launch.kernel.partition(':')[2]}_call({', '.join(header)}):\n    kernel({', '.join(passed)})\n"
 
 
-def _constant(arg: Arg, *, specialize: bool) -> str:
+def _constant(arg: float | bool | None, *, specialize: bool) -> str:
     """A number as Triton's launcher would type it: 1 is a constexpr, an integer is int32 where it fits, a float is float32."""
     if arg is None or isinstance(arg, bool) or (specialize and isinstance(arg, int) and arg == 1):
         return repr(arg)

@@ -144,6 +144,7 @@ def forward(
     if isinstance(metadata, RocmAttentionMetadata) and metadata.use_cascade:
         raise UnsupportedError(f"common_prefix_len is {metadata.common_prefix_len}: {name} has no cascade attention; cascade_attention has")
     metadata = plain_metadata(metadata)
+    assert cache is not None  # _check_layer refused that
     options: dict[str, Any] = {
         "layer": layer,
         "q_scale": q_scale,
@@ -157,7 +158,12 @@ def forward(
         return paged_attention(query, cache, replace(metadata, causal=False), **options)
     if key is not None and key.shape[0] != query.shape[0]:
         bad_value("key", key, f"of the query's {query.shape[0]} tokens where attn_type is {config.attn_type.name}")
-    if capabilities.full_precision_new_tokens and key is not None and not (key.dtype == value.dtype == cache.spec.dtype):
+    if (
+        capabilities.full_precision_new_tokens
+        and key is not None
+        and value is not None
+        and not (key.dtype == value.dtype == cache.spec.dtype)
+    ):
         return attention_with_new_tokens(query, key, value, cache, metadata, **options)
     return paged_attention(query, cache, metadata, **options)
 

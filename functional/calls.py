@@ -1,8 +1,8 @@
 """The checked, normalised form of each operation: what the public doors hand to an implementation.
 
 A call is a pytree. Arrays are data; everything that decides which code is traced is static. Implementations trust it: shapes agree,
-optional vectors are float32, integers are int32, a scale that a caller spelled as float, NumPy scalar, 0-d or [1] array has one form, so that
-equal calls share a trace.
+optional vectors are float32, integers are int32, a scale that a caller spelled as float, NumPy scalar, 0-d or [1] array has one form, so
+that equal calls share a trace.
 """
 
 from dataclasses import dataclass

@@ -256,7 +256,8 @@ def _check_eps(eps: Any) -> float:
 def _check_section(section: Any) -> tuple[int, int, int]:
     if not isinstance(section, tuple | list) or len(section) != 3:
         bad_value("mrope_section", section, "three static ints (t, h, w)")
-    sizes = [None if isinstance(size, bool) else int_or_none(size) for size in section]
-    if any(size is None or size < 0 for size in sizes):
+    found = (None if isinstance(size, bool) else int_or_none(size) for size in section)
+    sizes = [size for size in found if size is not None and size >= 0]
+    if len(sizes) != 3:
         bad_value("mrope_section", section, "three static ints (t, h, w), none below 0")
     return sizes[0], sizes[1], sizes[2]

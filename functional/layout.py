@@ -12,7 +12,7 @@ Source of the layouts: vLLM's `KVCacheLayout` and `PagedAttention.split_kv_cache
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 CONTENTS: Mapping[str, tuple[str, str]] = {
     "packed": ("H N 2 D", "H N 2 D"),
@@ -86,7 +86,8 @@ class Extents:
 class SideStrides:
     """Element strides of one side, for kernels: a token's element (l, b, h, n, d) is at
 
-    `offset + l*layer + b*block + h*head + (n // n_vector)*token_outer + (n % n_vector)*token + (d // d_vector)*dim_outer + (d % d_vector)*dim`
+    `offset + l*layer + b*block + h*head + (n // n_vector)*token_outer + (n % n_vector)*token
+    + (d // d_vector)*dim_outer + (d % d_vector)*dim`
 
     where a vector of 1 means that the axis is not split (then `outer` is the plain stride and the inner term is 0).
     """
@@ -103,7 +104,7 @@ class SideStrides:
     d_vector: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def side_strides(content: str, order: str, extents: Extents) -> tuple[SideStrides, SideStrides]:
     """Strides of (key, value) in elements; exact Python integers, which may pass 2**31."""
     sides = []

@@ -1,8 +1,8 @@
 """A kernel launch as plain data.
 
-`plan` functions (in `purepage.kernels.triton`) turn shapes, dtypes, an arch and a tuning row into a `Program`. The bridges run it inside
-`jax.jit`, the tests run it through Triton's interpreter, and the AMD checks compile it: all take the same value, so what is compiled for one
-target is what runs on another. Nothing here imports Triton.
+`plan` functions (in `purepage.kernels.triton`) turn shapes, dtypes, an arch and a tuning row into a `Program`. The bridges run it
+inside `jax.jit`, the tests run it through Triton's interpreter, and the AMD checks compile it: all take the same value, so what is compiled
+for one target is what runs on another. Nothing here imports Triton.
 """
 
 from dataclasses import dataclass

@@ -36,8 +36,9 @@ class PagedSource:
     def load(self, items: Items, index: Array, dtype: np.dtype):
         spec = self.cache.local_spec
         ids = lax.dynamic_slice_in_dim(self.table[items.sequence], index * self.blocks, self.blocks, axis=1)
-        sides = take_blocks(self.cache, self.layer, jnp.clip(ids, 0, spec.num_blocks - 1))
-        return tuple(side.reshape(ids.shape[0], self.chunk, spec.num_kv_heads, spec.head_size).astype(dtype) for side in sides)
+        shape = (ids.shape[0], self.chunk, spec.num_kv_heads, spec.head_size)
+        key, value = take_blocks(self.cache, self.layer, jnp.clip(ids, 0, spec.num_blocks - 1))
+        return key.reshape(shape).astype(dtype), value.reshape(shape).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,10 @@ class OverlaidSource:
         starts = self.dense.query_start_loc
         rows = self.dense.rows(items, index)
         is_new = (rows >= starts[items.sequence][:, None]) & (rows < starts[items.sequence + 1][:, None])
-        stored = self.paged.load(items, index, dtype)
-        scaled = (side * scale[:, None] for side, scale in zip(stored, (self.k_scale, self.v_scale), strict=True))
-        return tuple(
-            jnp.where(is_new[:, :, None, None], new, old) for new, old in zip(self.dense.load(items, index, dtype), scaled, strict=True)
-        )
+        is_new = is_new[:, :, None, None]
+        key, value = self.dense.load(items, index, dtype)
+        old_key, old_value = self.paged.load(items, index, dtype)
+        return jnp.where(is_new, key, old_key * self.k_scale[:, None]), jnp.where(is_new, value, old_value * self.v_scale[:, None])
 
 
 def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
@@ -105,7 +105,8 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     factor = jnp.float32(call.scale) if call.score_scale is None else call.scale * call.score_scale
     if new_tokens is not None:
         dtype = jnp.dtype(jnp.float32)
-        source = OverlaidSource(source, DenseSource(*new_tokens, starts, source.chunk), k_scale, v_scale)
+        key, value = new_tokens
+        source = OverlaidSource(source, DenseSource(key, value, starts, source.chunk), k_scale, v_scale)
         k_scale, v_scale = jnp.ones_like(k_scale), None
     problem = Problem(
         query=call.query,

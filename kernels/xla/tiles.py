@@ -46,8 +46,11 @@ class Items:
 class Source(Protocol):
     """Where the keys and values of a sequence come from, `chunk` positions at a time."""
 
-    chunk: int
-    num_kv_heads: int
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
 
     def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R C H D"], Float[Array, "R C H D"]]:
         """Keys and values of positions `index * chunk` onwards; those that nobody sees may hold anything."""

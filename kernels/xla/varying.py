@@ -25,8 +25,4 @@ def _axes(array: Any) -> frozenset:
 
 
 def _vary(array: jax.Array, axes: tuple) -> jax.Array:
-    if not axes:
-        return array
-    if hasattr(lax, "pcast"):
-        return lax.pcast(array, axes, to="varying")
-    return lax.pvary(array, axes)
+    return lax.pcast(array, axes, to="varying") if axes else array
