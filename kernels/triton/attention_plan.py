@@ -163,12 +163,24 @@ def plan_paged_attention(
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
-    split_row = _fit(shape, facts, _narrowed(row_for(SPLIT[arch], pad), shape), split, lambda row: _split_rows(shape, row)[2])
+    split_row = _fit(
+        shape,
+        facts,
+        _narrowed(row_for(SPLIT, arch, pad, quantized=spec.is_quantized), shape),
+        split,
+        lambda row: _split_rows(shape, row)[2],
+    )
     split_tokens = _split_rows(shape, split_row)[1]
     uses_tiled = shape.max_query_len > split_tokens
     if uses_tiled and shape.num_seqs == 1:
         split_tokens = 0  # the one sequence is a prefill
-    tiled_row = _fit(shape, facts, _narrowed(row_for(TILED[arch], pad), shape), tiled, lambda row: _tiled_rows(shape, row)[2])
+    tiled_row = _fit(
+        shape,
+        facts,
+        _narrowed(row_for(TILED, arch, pad, quantized=spec.is_quantized), shape),
+        tiled,
+        lambda row: _tiled_rows(shape, row)[2],
+    )
 
     names = {**inputs, **outputs}
     common = _common_constants(shape, facts)

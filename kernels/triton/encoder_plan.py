@@ -47,7 +47,7 @@ def _heads_and_rows(shape: EncoderShape, row: TiledRow) -> tuple[int, int]:
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: TiledRow | None) -> TiledRow:
     """The override, or the tables' row of paged attention, made smaller until it keeps the arch's limits."""
-    row = override or row_for(TILED[arch.name], shape.head_pad)
+    row = override or row_for(TILED, arch.name, shape.head_pad)
     if override is None and shape.dtype == "float32":  # no matrix unit worth the name: large operands would fill the registers
         row = replace(row, rows=min(row.rows, 32), tile=min(row.tile, 32), num_stages=1, measured=None)
     while True:

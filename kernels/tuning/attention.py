@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 Options = tuple[tuple[str, int], ...]
 
@@ -34,6 +35,8 @@ class SplitRow:
     measured: str | None = None
 
 
+Row = TypeVar("Row", TiledRow, SplitRow)
+
 WAVES_2: Options = (("waves_per_eu", 2),)
 
 TILED: Mapping[str, Mapping[int, TiledRow]] = {
@@ -43,6 +46,7 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
         256: TiledRow(128, 64, 8, 2),
         512: TiledRow(64, 32, 8, 2),
     },
+    "sm_90 fp8": {128: TiledRow(128, 128, 8, 3, measured="H200: best of sixteen at 1x8192, D 128")},
     "sm_80": {64: TiledRow(128, 64, 4, 3), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 32, 4, 2), 512: TiledRow(32, 32, 4, 1)},
     "gfx90a": {
         64: TiledRow(128, 64, 4, 1, WAVES_2),
@@ -71,7 +75,12 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
 """Row of the smallest head size at or above the one at hand."""
 
 SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
-    "sm_90": {128: SplitRow(64, 4, 3, 2, 128), 256: SplitRow(32, 4, 3, 2, 64), 512: SplitRow(32, 8, 2, 1, 64)},
+    "sm_90": {
+        128: SplitRow(64, 4, 3, 2, 128, measured="H200: within 1 % of the best of ten at 64x8192, 256x2048, 8x4096 and 1x32768, bf16"),
+        256: SplitRow(32, 4, 3, 2, 64),
+        512: SplitRow(32, 8, 2, 1, 64),
+    },
+    "sm_90 fp8": {128: SplitRow(64, 2, 3, 4, 64, measured="H200: best of twenty at 64x8192, D 128")},
     "sm_80": {128: SplitRow(64, 4, 3, 2, 64), 256: SplitRow(32, 4, 2, 2, 64), 512: SplitRow(16, 4, 2, 1, 32)},
     "gfx90a": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
     "gfx942": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
@@ -84,8 +93,10 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
 }
 
 
-def row_for(table: Mapping[int, TiledRow] | Mapping[int, SplitRow], head_pad: int):
-    """The row of the smallest head size in the table that is not below `head_pad`."""
+def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *, quantized: bool = False) -> Row:
+    """The row of the smallest head size in the arch's table that is not below `head_pad`; fp8 caches may have rows of their own."""
+    own = tables.get(f"{arch} fp8", {}) if quantized else {}
+    table = own if any(size >= head_pad for size in own) else tables[arch]
     return table[min((size for size in table if size >= head_pad), default=max(table))]
 
 
