@@ -51,8 +51,8 @@ def block_ids(table_row, tile, table_width, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE
     ids = tl.load(table_row + page, mask=page < table_width, other=0)
     ids = tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
     if BLOCK_SIZE % TILE != 0:
-        # A run of tokens never straddles a page, so layouts with tokens side by side still load 128 bits at a time. Said here, where the ids
-        # are made: on a function's argument the hint is lost.
+        # A run of tokens never straddles a page, so layouts with tokens side by side still load 128 bits at a time. Said here, where the
+        # ids are made: on a function's argument the hint is lost.
         RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
         ids = tl.max_constancy(ids, [RUN])
     return ids
