@@ -32,7 +32,6 @@ TEXTS = [
     "naïve Ünïcode 日本語 🙂 → don't",
     "def f(x): return x**2 # 3.14e-10",
     "<|im_start|>user\nspecial tokens in the text<|im_end|>",
-    "١٢٣ ½ Ⅷ x²",
 ]
 
 
@@ -73,8 +72,8 @@ def test_greedy_tokens_are_those_of_transformers(engine):
 
 
 def test_batched_tokens_are_those_of_one_sequence_at_a_time(loaded):
-    together, alone = Engine(*loaded, max_seqs=8, share_prefixes=False), Engine(*loaded, max_seqs=8, share_prefixes=False)
-    assert greedy(together, 16) == [greedy(alone, 16, [reply])[0] for reply in REPLIES]
+    engine = Engine(*loaded, max_seqs=8, share_prefixes=False)
+    assert greedy(engine, 8) == [greedy(engine, 8, [reply])[0] for reply in REPLIES]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +92,8 @@ def test_every_backend_and_layout_generates_the_same_tokens(loaded, options):
 
 
 def test_scarce_blocks_and_short_chunks_generate_the_same_tokens(loaded):
-    engine = Engine(*loaded, max_seqs=4, max_tokens=24, num_blocks=9)
-    assert greedy(engine, 16) == [reply["tokens"][:16] for reply in REPLIES]
+    engine = Engine(*loaded, max_seqs=6, max_tokens=8, num_blocks=6)
+    assert greedy(engine, 10) == [reply["tokens"][:10] for reply in REPLIES]
     assert engine.scheduler.preemptions > 0
     assert engine.scheduler.shared_tokens > 0
 
@@ -110,7 +109,7 @@ def test_a_rounded_cache_predicts_nearly_the_same_tokens(loaded, cache_dtype):
 
 def sampled(engine: Engine, seeds: list[int], **options) -> list[list[int]]:
     options = {"temperature": 0.8, "top_p": 0.9, **options}
-    return run(engine, [Sequence(tuple(REPLIES[i % 3]["prompt_ids"]), 12, seed=seed, **options) for i, seed in enumerate(seeds)])
+    return run(engine, [Sequence(tuple(REPLIES[i % 3]["prompt_ids"]), 8, seed=seed, **options) for i, seed in enumerate(seeds)])
 
 
 def test_a_sampled_reply_is_a_function_of_prompt_and_seed(engine):
@@ -122,7 +121,7 @@ def test_a_sampled_reply_is_a_function_of_prompt_and_seed(engine):
 
 
 def test_a_nucleus_of_one_token_is_greedy(engine):
-    assert sampled(engine, [1, 2, 3], top_p=1e-6) == [reply["tokens"][:12] for reply in REPLIES[:3]]
+    assert sampled(engine, [1, 2, 3], top_p=1e-6) == [reply["tokens"][:8] for reply in REPLIES[:3]]
 
 
 def test_two_traces_serve_every_batch(loaded, monkeypatch):
@@ -149,7 +148,8 @@ def test_the_nucleus_is_the_smallest_set_with_top_p_of_the_probability(top_p):
     probability = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
     likeliest = np.argsort(-probability)
     size = int(np.searchsorted(np.cumsum(probability[likeliest]), top_p * (1 - 1e-7))) + 1
-    assert float(model.nucleus(jnp.asarray(logits), jnp.float32(top_p))) == logits[likeliest[size - 1]]
+    kept = np.flatnonzero(model.nucleus(jnp.asarray(logits), jnp.float32(top_p)))
+    assert set(kept) == set(likeliest[:size])
 
 
 def test_sampled_frequencies_are_the_probabilities_of_the_nucleus():
@@ -178,9 +178,15 @@ def test_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
+def test_every_digit_stands_alone(tokenizer):
+    """The file's "smollm" rule, which transformers' reader leaves out: for digits beyond ASCII it makes a difference."""
+    parts = ["x", " ", "1", "2", "½", "٣", "y"]
+    assert tokenizer.encode("".join(parts)) == [token for part in parts for token in tokenizer.encode(part)]
+
+
 def test_replies_stream_in_order_and_never_show_half_a_character(tokenizer, capsys):
-    ids = tokenizer.encode("a 🙂 b")
-    assert "\N{REPLACEMENT CHARACTER}" in tokenizer.decode(ids[:2])
+    ids = tokenizer.encode("a 𓂀 b")
+    assert any(tokenizer.decode(ids[:i]).endswith("\N{REPLACEMENT CHARACTER}") for i in range(len(ids)))
     sequences = [Sequence((1,), len(ids)), Sequence((1,), 1)]
     printer = command.Printer(sequences, ["first", "second"], tokenizer)
     sequences[1].tokens += tokenizer.encode("x")
@@ -190,14 +196,14 @@ def test_replies_stream_in_order_and_never_show_half_a_character(tokenizer, caps
         printer.show()
         seen.append(capsys.readouterr().out)
     assert not any("\N{REPLACEMENT CHARACTER}" in out for out in seen)
-    assert "".join(seen) == "\n> first\na 🙂 b ...\n\n> second\nx ...\n"
+    assert "".join(seen) == "\n> first\na 𓂀 b ...\n\n> second\nx ...\n"
 
 
 def test_the_command_prints_text_speed_and_cache_use(capsys):
-    command.main(["--max-tokens=6", "--max-seqs=2", "--max-seq-len=64", "--chunk=48", "--cache-dtype=fp8_e5m2", REPLIES[4]["prompt"]])
+    command.main(["--max-tokens=6", "--max-seqs=2", "--max-seq-len=64", "--chunk=48", "--cache-dtype=fp8", REPLIES[4]["prompt"]])
     out = capsys.readouterr().out
     assert f"> {REPLIES[4]['prompt']}\nThe answer to" in out
-    for part in ("tokens/s", "blocks of 16 tokens used", "KVCache(float8_e5m2["):
+    for part in ("tokens/s", "blocks of 16 tokens used", "KVCache(float8_e4m3fn["):
         assert part in out
 
 

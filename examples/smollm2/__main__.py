@@ -80,7 +80,7 @@ class Printer:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    prompts = options.prompts or list(PROMPTS)
+    prompts: list[str] = options.prompts or [*PROMPTS]
     start = time.perf_counter()
     reader = GGUFReader(find_gguf())
     tokenizer, config = read_tokenizer(reader), read_config(reader)

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
-from purepage.functional import rocm_aiter_unified_attn, rocm_attn
 
 import purepage as pp
 
-from .model import Attention, Batch, attention_config, rope_table, step
+from .model import Attention, Batch, rope_table, step
 from .scheduler import BlockPool, Chunk, Scheduler, Sequence
 from .weights import ModelConfig, Weights
 
-BACKENDS = {"rocm_attn": rocm_attn, "rocm_aiter_unified_attn": rocm_aiter_unified_attn}
+BACKENDS = {"rocm_attn": pp.rocm_attn, "rocm_aiter_unified_attn": pp.rocm_aiter_unified_attn}
 
 
 class Engine:
@@ -56,11 +55,11 @@ class Engine:
         module = BACKENDS[backend]
         self.config, self.weights, self.rope = config, weights, rope_table(config)
         self.max_seqs, self.max_tokens = max_seqs, max_tokens
-        block_size = block_size or module.CAPABILITIES.get_preferred_block_size()
-        self.table_width = -(-max_seq_len // block_size)
+        size: int = module.CAPABILITIES.get_preferred_block_size() if block_size is None else block_size
+        self.table_width = -(-max_seq_len // size)
         spec = module.cache_spec(
             num_blocks=num_blocks or max_seqs * self.table_width,
-            block_size=block_size,
+            block_size=size,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
             num_layers=config.num_layers,
@@ -70,11 +69,9 @@ class Engine:
         )
         if content is not None:
             spec = replace(spec, content=content)
-        self.attention = Attention(
-            backend=module, config=attention_config(config, kv_cache_dtype=cache_dtype), implementation=implementation
-        )
+        self.attention = Attention(backend=module, cache_dtype=cache_dtype, implementation=implementation)
         self.cache = module.init_cache(spec)
-        self.pool = BlockPool(spec.num_blocks, block_size)
+        self.pool = BlockPool(spec.num_blocks, size)
         self.scheduler = Scheduler(
             self.pool,
             max_seqs=max_seqs,
@@ -85,8 +82,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles the two steps, on batches of nothing but padding, which leave the cache as it is."""
-        for num_tokens in (self.max_seqs, self.max_tokens):
-            self._run([], num_tokens)
+        for decoding in (True, False):
+            self._run([], decoding)
 
     def generate(self, sequences: Iterable[Sequence]) -> Iterator[list[Sequence]]:
         """Runs `sequences` to their ends; after each step, yields those that have a new token."""
@@ -99,30 +96,29 @@ class Engine:
         """Plans, computes and books one step; returns the sequences that have a new token."""
         chunks = self.scheduler.plan()
         decoding = all(chunk.count == 1 for chunk in chunks)
-        return self.scheduler.advance(chunks, self._run(chunks, self.max_seqs if decoding else self.max_tokens))
+        return self.scheduler.advance(chunks, self._run(chunks, decoding))
 
-    def _run(self, chunks: list[Chunk], num_tokens: int) -> list[int]:
+    def _run(self, chunks: list[Chunk], decoding: bool) -> list[int]:
         tokens, self.cache = step(
-            self.weights, self.rope, self.cache, self._batch(chunks, num_tokens), config=self.config, attention=self.attention
+            self.weights, self.rope, self.cache, self._batch(chunks, decoding), config=self.config, attention=self.attention
         )
         return np.asarray(tokens).tolist()
 
-    def _batch(self, chunks: list[Chunk], num_tokens: int) -> Batch:
-        """The step's arrays, padded to `num_tokens` tokens and `max_seqs` sequences."""
+    def _batch(self, chunks: list[Chunk], decoding: bool) -> Batch:
+        """The step's arrays, padded to `max_seqs` sequences, and to as many tokens as the one or the other compiled step has."""
+        num_tokens = self.max_seqs if decoding else self.max_tokens
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
         table = np.full((self.max_seqs, self.table_width), -1, np.int32)
-        temperature, top_p, seed = (
-            np.zeros(self.max_seqs, np.float32),
-            np.ones(self.max_seqs, np.float32),
-            np.zeros(self.max_seqs, np.int32),
-        )
+        dtypes = {"temperature": np.float32, "top_p": np.float32, "seed": np.int32}
+        sampling = {name: np.zeros(self.max_seqs, dtype) for name, dtype in dtypes.items()}
         at = 0
         for i, chunk in enumerate(chunks):
             sequence, start, end = chunk.sequence, chunk.sequence.computed, chunk.sequence.computed + chunk.count
             tokens[at : at + chunk.count] = sequence.tokens[start:end]
             positions[at : at + chunk.count] = np.arange(start, end)
             table[i, : len(sequence.blocks)] = sequence.blocks
-            temperature[i], top_p[i], seed[i] = sequence.temperature, sequence.top_p, sequence.seed
+            for name, values in sampling.items():
+                values[i] = getattr(sequence, name)
             at += chunk.count
         metadata = pp.make_metadata(
             [chunk.count for chunk in chunks],
@@ -131,7 +127,8 @@ class Engine:
             block_size=self.pool.block_size,
             num_tokens=num_tokens,
             num_seqs=self.max_seqs,
-            max_query_len=1 if num_tokens == self.max_seqs else num_tokens,
+            max_query_len=1 if decoding else num_tokens,
             max_seq_len=self.table_width * self.pool.block_size,
         )
-        return Batch(*map(jnp.asarray, (tokens, positions)), metadata, *map(jnp.asarray, (temperature, top_p, seed)))
+        arrays = {name: jnp.asarray(values) for name, values in {"tokens": tokens, "positions": positions, **sampling}.items()}
+        return Batch(metadata=metadata, **arrays)

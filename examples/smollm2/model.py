@@ -7,12 +7,11 @@ donated and so updated in place.
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import purepage as pp
 
@@ -44,16 +43,16 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Which backend attends, and with which implementation; static.
+    """Which backend attends, and with which implementation; static, and equal where it is the same.
 
     Attributes:
       backend: the module `purepage.rocm_attn` or `purepage.rocm_aiter_unified_attn`.
-      config: the same for every layer.
+      cache_dtype: vLLM's `kv_cache_dtype`.
       implementation: "xla", "pallas", "triton", "aiter", or None for the best that can serve the call.
     """
 
     backend: ModuleType
-    config: pp.AttentionConfig
+    cache_dtype: str = "auto"
     implementation: str | None = None
 
 
@@ -79,6 +78,7 @@ def forward(
     """
     backend, heads, kv_heads, size = attention.backend, config.num_heads, config.num_kv_heads, config.head_size
     slots = batch.metadata.slot_mapping
+    layer_config = pp.AttentionConfig(num_heads=heads, num_kv_heads=kv_heads, head_size=size, kv_cache_dtype=attention.cache_dtype)
 
     def layer(carry: tuple[Array, pp.KVCache], inputs: tuple[Array, LayerWeights]) -> tuple[tuple[Array, pp.KVCache], None]:
         x, cache = carry
@@ -86,10 +86,10 @@ def forward(
         h = rms_norm(x, w.attention_norm, config.norm_eps) @ w.qkv
         query, key, value = jnp.split(h.reshape(-1, heads + 2 * kv_heads, size), [heads, heads + kv_heads], axis=1)
         query, key, cache = backend.rope_and_kv_cache_update(
-            query, key, value, batch.positions, rope, cache, slots, attention.config, layer=index, implementation=attention.implementation
+            query, key, value, batch.positions, rope, cache, slots, layer_config, layer=index, implementation=attention.implementation
         )
         attended = backend.forward(
-            query, key, value, cache, batch.metadata, attention.config, layer=index, implementation=attention.implementation
+            query, key, value, cache, batch.metadata, layer_config, layer=index, implementation=attention.implementation
         )
         x = x + attended.reshape(-1, heads * size) @ w.attention_out
         gate, up = jnp.split(rms_norm(x, w.mlp_norm, config.norm_eps) @ w.gate_up, 2, axis=-1)
@@ -112,7 +112,7 @@ def sample(logits: Float[Array, "S V"], batch: Batch) -> Int[Array, " S"]:
 
     def draw(logits: Array, temperature: Array, top_p: Array, seed: Array, length: Array) -> Array:
         scaled = logits / jnp.where(temperature > 0, temperature, 1)
-        kept = jnp.where(scaled >= nucleus(scaled, top_p), scaled, -jnp.inf)
+        kept = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
         return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), length), kept)
 
     def drawn() -> Array:
@@ -122,11 +122,23 @@ def sample(logits: Float[Array, "S V"], batch: Batch) -> Int[Array, " S"]:
     return jax.lax.cond(jnp.any(batch.temperature > 0), drawn, lambda: greedy)
 
 
-def nucleus(logits: Float[Array, " V"], top_p: Float[Array, ""]) -> Float[Array, ""]:
-    """The smallest logit of the nucleus: the largest threshold at or above which tokens have `top_p` of the probability."""
-    ordered = jnp.sort(logits, descending=True)
-    below = jnp.cumsum(jax.nn.softmax(ordered)) - jax.nn.softmax(ordered)
-    return jnp.min(jnp.where(below < top_p, ordered, jnp.inf))
+def nucleus(logits: Float[Array, " V"], top_p: Float[Array, ""]) -> Bool[Array, " V"]:
+    """The smallest set of likeliest tokens that has `top_p` of the probability; ties at its edge are all in it.
+
+    Bisects the least probability of the set instead of sorting the vocabulary, which would take as long as the model: floats from 0 up are
+    in the order of their bits, so 31 halvings are exact.
+    """
+    probability = jax.nn.softmax(logits)
+    bits = jax.lax.bitcast_convert_type(probability, jnp.int32)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        enough, short = bounds
+        middle = enough + (short - enough) // 2
+        has_enough = jnp.sum(jnp.where(bits >= middle, probability, 0)) >= top_p
+        return jnp.where(has_enough, middle, enough), jnp.where(has_enough, short, middle)
+
+    edge, _ = jax.lax.fori_loop(0, 31, halve, (jnp.int32(0), jnp.max(bits) + 1))
+    return (bits >= edge) | (top_p >= 1)
 
 
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
@@ -136,7 +148,3 @@ def step(
     """One step of the model: the next token of every sequence, and the cache, updated in place."""
     logits, cache = forward(weights, rope, cache, batch, config=config, attention=attention)
     return sample(logits, batch), cache
-
-
-def attention_config(config: ModelConfig, **options: Any) -> pp.AttentionConfig:
-    return pp.AttentionConfig(num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_size=config.head_size, **options)
