@@ -1,9 +1,14 @@
 """Which kind of device JAX runs on by default, in the words of the tuning tables: "cpu", "sm_90", "gfx942"."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+from ..kernels.tuning.archs import ARCHS
 
 _WAVE64 = ("gfx9",)
 """CDNA and GCN run 64 threads a wave; RDNA (gfx10 and up, gfx1250 too) runs 32."""
@@ -51,8 +56,32 @@ def arch_of(device: Any) -> Arch:
     return Arch("cuda", "sm_" + capability.replace(".", ""), cores, 32)
 
 
+_ASSUMED: ContextVar[Arch | None] = ContextVar("purepage_assumed_arch", default=None)
+
+
+def named_arch(name: str) -> Arch:
+    """The usual part of an architecture: "cpu", "sm_90", "gfx942"; compute units are those of its tuning tables, 0 where there are none."""
+    if name == "cpu":
+        return Arch("cpu", "cpu", 1, 1)
+    platform = "rocm" if name.startswith("gfx") else "cuda" if name.startswith("sm_") else name
+    return Arch(platform, name, ARCHS[name].num_cus if name in ARCHS else 0, wave_size(name))
+
+
+@contextmanager
+def assuming_arch(arch: Arch) -> Iterator[None]:
+    """Inside, `default_arch()` is `arch`, whatever this machine has: to ask what would run there. Nothing can be run."""
+    token = _ASSUMED.set(arch)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
 def default_arch() -> Arch:
     """The `Arch` of the device that JAX computes on when nobody says otherwise."""
+    assumed = _ASSUMED.get()
+    if assumed is not None:
+        return assumed
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]: made at run time
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]

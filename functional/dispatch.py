@@ -5,7 +5,9 @@ serve a call (an empty tuple: it can). Modules are imported when first considere
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,20 @@ IMPLEMENTATIONS: Mapping[str, str] = {
     "xla": "purepage.kernels.xla",
 }
 """Module of each implementation, best first."""
+
+
+Watcher = Callable[[str, Any, str | None], str]
+_WATCHER: ContextVar[Watcher | None] = ContextVar("purepage_watcher", default=None)
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Inside, every `run` first calls `watcher(operation, call, implementation)`, and runs the implementation that it returns."""
+    token = _WATCHER.set(watcher)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
 
 
 def _module(name: str) -> ModuleType | None:
@@ -72,5 +88,8 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> str:
 
 def run(operation: str, call: Any, implementation: str | None, *operands: Any) -> Any:
     """Runs `call` (and what the operation takes beside it) with the implementation of that name, or the best that can serve it."""
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        implementation = watcher(operation, call, implementation)
     module = _module(choose(operation, call, implementation))
     return getattr(module, operation)(call, *operands)

@@ -78,10 +78,12 @@ __all__ = [
     "validate_metadata",
 ]
 
-_ON_FIRST_USE = ("testing",)
+_ON_FIRST_USE = ("explain", "testing")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "explain":
+        return importlib.import_module(".bridges.explain", __name__).explain
     if name in _ON_FIRST_USE:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
