@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.launch import Program
-from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention, shared_bytes
 from purepage.kernels.triton.encoder_plan import EncoderShape, plan_encoder_attention
 from purepage.kernels.triton.merge_plan import MergeShape, plan_merge
 from purepage.kernels.triton.writers_plan import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
@@ -217,6 +219,40 @@ def rows_of(variants: Mapping[str, Callable[[str], Program]], archs: tuple[str, 
     return (Row(name, job, need) for (name, job), need in zip(named, needs, strict=True))
 
 
+MATRIX_KERNELS = ("paged_attention_tiled", "paged_attention_split", "encoder_attention_kernel")
+
+
+def faults(row: Row) -> list[str]:
+    """The bars that a kernel fails; empty where it keeps them all."""
+    needs, limits = row.needs, arch_facts(row.job.arch)
+    if needs.error:
+        return [f"does not compile: {needs.error}"]
+    found = []
+    if needs.scratch_bytes or needs.vgpr_spills:
+        found.append(f"{needs.vgpr_spills} spilled VGPRs, {needs.scratch_bytes} bytes of scratch")
+    if needs.lds_bytes > limits.shared_bytes:
+        found.append(f"{needs.lds_bytes} bytes of LDS, the arch has {limits.shared_bytes}")
+    if needs.kernel not in MATRIX_KERNELS:
+        return found
+    constants, launch = dict(row.job.launch.constants), row.job.launch
+    stored, compute, query = (constants.get(name, constants.get("KIND")) for name in ("STORED", "COMPUTE", "QUERY_KIND"))
+    sizes = SimpleNamespace(cache=SimpleNamespace(dtype=jnp.dtype(stored)), compute_dtype=compute, head_pad=constants["HEAD_PAD"])
+    guard = shared_bytes(sizes, limits, rows=constants["ROWS"], tile=constants["TILE"], num_stages=launch.num_stages)
+    if needs.lds_bytes > guard:
+        found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
+    if not needs.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
+        found.append("no matrix instruction")
+    # A tile of keys and one of values in each of two loops (with and without masks), and the query once; a thread loads 16 bytes at a time.
+    threads = launch.num_warps * limits.wave_size
+    wide = sum(
+        times * max(1, elements * constants["HEAD_PAD"] * jnp.dtype(kind).itemsize // (16 * threads))
+        for times, elements, kind in ((4, constants["TILE"], stored), (1, constants["ROWS"], query))
+    )
+    if dict(needs.loads).get(128, 0) < wide:
+        found.append(f"loads by bits {dict(needs.loads)}: fewer than {wide} of 128 bits")
+    return found
+
+
 COLUMNS = ("VGPRs", "AGPRs", "SGPRs", "spills V/S", "scratch", "LDS", "waves/SIMD", "MFMA/WMMA", "loads by bits")
 
 
@@ -271,11 +307,10 @@ def main() -> None:
             {"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "constants": dict(r.job.launch.constants)} for r in rows
         ]
         (RESULTS / "amd_isa.json").write_text(json.dumps(records, indent=1) + "\n")
-    bad = [row for row in rows if row.needs.error or row.needs.scratch_bytes or row.needs.vgpr_spills]
-    print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(bad)} use scratch, spill or don't compile")
-    for row in bad:
-        n = row.needs
-        print(f"  {n.arch} {n.kernel} [{_tile(row.job)}] {row.variant}: {n.error or f'{n.vgpr_spills} spills, {n.scratch_bytes} bytes'}")
+    bad = [(row, fault) for row in rows for fault in faults(row)]
+    print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(bad)} fail a bar")
+    for row, fault in bad:
+        print(f"  {row.job.arch} {row.needs.kernel} [{_tile(row.job)}] {row.variant}: {fault}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from .launch import Buffer, Launch, Program
 from .tuning.archs import arch_facts
 
 POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16"}
-RECORD = 1
+RECORD = 2
 """Counts up when `Needs`, or how it is read, changes: results on disk are then made again."""
 SIMDS = 4
 """Of a compute unit (CDNA) or a workgroup processor (RDNA), which is what a workgroup's LDS belongs to."""
@@ -111,7 +111,7 @@ def compile_for(jobs: Sequence[Job], *, cache_dir: Path | None = None, processes
             while not waiting.empty():
                 job = waiting.get()
                 found[job] = compiler(job)
-                if cache_dir is not None:
+                if cache_dir is not None and found[job].error is None:
                     _store(cache_dir, keys[job], found[job])
 
     count = min(processes, len(missing))
@@ -264,7 +264,7 @@ def needs_of(job: Job) -> Needs:
     if lds:
         waves = min(waves, max(1, facts.shared_bytes // lds * warps // SIMDS))
     loads = (
-        (bits, len(re.findall(rf"\b(?:global|buffer|flat)_load_(?:async_to_lds_|tr_)?(?:{names})\b", text)))
+        (bits, len(re.findall(rf"\b(?:global|buffer|flat)_load_(?:lds_|async_to_lds_|tr_)?(?:{names})\b", text)))
         for bits, names in LOADS.items()
     )
     return Needs(
