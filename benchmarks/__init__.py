@@ -1,0 +1,1 @@
+"""Times purepage beside what is installed: see README.md here."""

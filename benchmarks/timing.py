@@ -1,0 +1,157 @@
+"""Time of one call on the device, in steady state, and the roof: bandwidth of copies and reads, matrix products.
+
+A JAX function is chained: one jitted program calls it many times, each call needing the one before, and the program is started many times
+before anyone waits. A torch function is captured into a CUDA graph of many calls. Either way Python is not timed, and the gap between two
+programs is spread over all calls of one.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BATCHES = 5
+BATCH_S = {"gpu": 0.012, "cpu": 0.4}
+"""Seconds that one batch of a median should take."""
+CHAIN_S = 0.002
+LONGEST_CHAIN, SHORTEST_CHAIN = 16, 6
+"""XLA records no command buffer for fewer than five commands."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one call: the median of batches, and the fastest and slowest batch."""
+
+    median: float
+    best: float
+    worst: float
+    calls: int
+    how: str
+    compile_s: float = 0.0
+    python_calls: int = 0
+    """Times that XLA called into Python while it was timed: 0 where it replays its command buffer."""
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() != "cpu"
+
+
+def batches(run: Callable[[int], float], once: float, per_run: int) -> tuple[list[float], int]:
+    """Seconds a call in each batch; `run(n)` takes n runs and returns seconds, one run is `per_run` calls."""
+    count = max(1, min(200, round(BATCH_S["gpu" if on_gpu() else "cpu"] / max(once, 1e-7))))
+    return [run(count) / (count * per_run) for _ in range(BATCHES)], BATCHES * count * per_run
+
+
+def time_jax(
+    step: Callable[..., Any], state: Any, operands: Any, *, chain: int | None = None, about: float = 0.0, donate: bool = False
+) -> Timed:
+    """Time of `step(state, operands, i) -> state`, i the static number of the call in its chain.
+
+    Args:
+      state: a pytree of arrays; a step must need what the step before returned.
+      operands: a pytree of arrays.
+      chain: calls of one program; default: by `about`, the rough seconds of one call; 1 on a CPU.
+      donate: give the state's buffers away, as an update of a cache does.
+    """
+    if chain is None:
+        chain = 1 if not on_gpu() else SHORTEST_CHAIN if about * SHORTEST_CHAIN > CHAIN_S else LONGEST_CHAIN
+
+    def program(state: Any, operands: Any) -> Any:
+        for i in range(chain):
+            state = step(state, operands, i)
+        return state
+
+    begin = time.perf_counter()
+    compiled = jax.jit(program, donate_argnums=(0,) if donate else ()).lower(state, operands).compile()
+    compile_s = time.perf_counter() - begin
+    # Donation must not take the caller's buffers, which later cases read.
+    held = [jax.tree.map(jnp.copy, state) if donate else state]
+
+    def run(count: int) -> float:
+        jax.block_until_ready(held[0])
+        start = time.perf_counter()
+        result = None
+        for _ in range(count):
+            if donate:
+                held[0] = result = compiled(held[0], operands)
+            else:
+                result = None  # freed before the next run, so that it gets the same memory and a recorded program stays valid
+                result = compiled(state, operands)
+        jax.block_until_ready(result)
+        return time.perf_counter() - start
+
+    for _ in range(3 if on_gpu() else 1):
+        once = run(1)
+    with counted_python() as python_calls:
+        took, calls = batches(run, min(once, run(2) / 2), chain)
+    return Timed(statistics.median(took), min(took), max(took), calls, f"jit, chain of {chain}", compile_s, python_calls[0])
+
+
+@contextmanager
+def counted_python() -> Iterator[list[int]]:
+    """Counts how often XLA calls into Python for a program of the callback bridge."""
+    from purepage.bridges import callback
+
+    body = callback._ProgramBody
+    original, count = body.__call__, [0]
+
+    def counting(self: Any, *args: Any) -> None:
+        count[0] += 1
+        original(self, *args)
+
+    body.__call__ = counting
+    try:
+        yield count
+    finally:
+        body.__call__ = original
+
+
+def time_torch(call: Callable[[], Any]) -> Timed:
+    """Time of a torch function: replays of a CUDA graph between two events, or plain calls on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available() or not on_gpu():
+
+        def plain(count: int) -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            return time.perf_counter() - start
+
+        once = min(plain(1), plain(1))
+        took, calls = batches(plain, once, 1)
+        return Timed(statistics.median(took), min(took), max(took), calls, "torch")
+
+    torch.cuda.synchronize()  # what was enqueued elsewhere on these tensors
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+        stream.synchronize()
+        begin = time.perf_counter()
+        call()
+        stream.synchronize()
+        chain = LONGEST_CHAIN if (time.perf_counter() - begin) * SHORTEST_CHAIN < CHAIN_S else SHORTEST_CHAIN
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(chain):
+                call()
+
+    def run(count: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    run(1)
+    took, calls = batches(run, run(1), chain)
+    return Timed(statistics.median(took), min(took), max(took), calls, f"CUDA graph of {chain}")
