@@ -25,8 +25,8 @@ def scatter(data: Array, sides: tuple[Array, Array], slots: Int[Array, " T"], la
     """`data` with the (key, value) bits [T, H, D] of each token in its slot; tokens whose slot is not in the cache are dropped."""
     slots = slots[:, None]
     token = slots % spec.block_size
-    # -1 would wrap to the last block; the block after the last is dropped. Slots past the cache have a block past it already.
-    at = {"L": layer, "B": jnp.where(slots < 0, spec.num_blocks, slots // spec.block_size)}
+    # A slot outside the cache has a block outside it (division floors), and a window outside is dropped: unlike `.at[]`, nothing wraps.
+    at = {"L": layer, "B": slots // spec.block_size}
     if "N" in spec.axes:  # a token's channels lie in one piece, its key beside or before its value
         rows = [axis for axis in spec.side_axes[0] if axis not in ("L", "B", "N")]
         both = jnp.stack(sides, axis=1 + rows.index("2"))
