@@ -1,0 +1,180 @@
+"""The `aiter` implementation: AITER's own operators on the caller's buffers, inside `jax.jit`, nothing copied.
+
+What an operator can't do right is refused (`aiter_rules`); what can be worked around is, here:
+
+- AITER's kernels load whole pages and weigh keys that a row does not see by 0, so a NaN in a slot that nobody owns would reach results.
+  They mask a tile of keys that is not exactly one page, so pages of 8 tokens are shown to them, or of one token where a window has freed
+  the keys before it; and the kernel that spreads one sequence over several programs, which masks nothing, is kept out. That costs speed in
+  decode steps of few long sequences: `PUREPAGE_AITER_FINITE_CACHE=1` promises that there is no such NaN, and AITER chooses as it likes.
+- A NaN value of a token that one query sees may still reach the other queries of the same sequence in the same step.
+- `max_seqlen_q == 1` makes recent releases take token s for sequence s, whatever the query starts say: queries are gathered to that first.
+- Rows of padding and of empty sequences, which AITER leaves as they are, become 0.
+- Entries of the block table that nobody needs become valid blocks, and rows are padded to the tiles that are loaded.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..functional.cache import CacheSpec
+from ..functional.calls import PagedAttentionCall
+from . import aiter_package as package
+from .aiter_rules import SPLIT_KERNEL_FROM, finite_cache_promised, refusals, takes_score_scale
+from .aiter_views import Pages, page_table, pages, window_table
+from .aiter_writers import (
+    qk_norm_mrope_and_update_cache,
+    qk_norm_rope_and_update_cache,
+    rope_and_update_cache,
+    update_cache,
+)
+from .callback import call_torch
+
+__all__ = [
+    "paged_attention",
+    "qk_norm_mrope_and_update_cache",
+    "qk_norm_rope_and_update_cache",
+    "refusals",
+    "rope_and_update_cache",
+    "update_cache",
+]
+
+_TILE = 64
+"""Most keys that a kernel loads at once: block-table rows cover whole tiles."""
+_MASKED_PAGE = 8
+"""Smaller than every tile, so that no tile is exactly one page."""
+
+
+@dataclass(frozen=True)
+class UnifiedAttention:
+    """One call of AITER's operator, all that is static of it. Called with torch tensors."""
+
+    names: tuple[str, ...]
+    pages: Pages
+    cache_dtype: str
+    max_query_len: int
+    max_seq_len: int
+    scale: float
+    window: int | None
+    soft_cap: float
+
+    def arguments(self, inputs: tuple[Any, ...], out: Any) -> dict[str, Any]:
+        """Keyword arguments of `unified_attention`, of any release."""
+        import torch
+
+        given = dict(zip(self.names, inputs, strict=True))
+        key, value = self.pages.views(given["cache"], getattr(torch, self.cache_dtype))
+        return {
+            "q": given["query"],
+            "k": key,
+            "v": value,
+            "out": out,
+            "cu_seqlens_q": given["query_start_loc"],
+            "max_seqlen_q": self.max_query_len,
+            "seqused_k": given["seq_lens"],
+            "max_seqlen_k": self.max_seq_len,
+            "softmax_scale": self.scale,
+            "causal": True,
+            "window_size": (-1, -1) if self.window is None else (self.window - 1, 0),
+            "block_table": given["block_table"],
+            "softcap": self.soft_cap,
+            **{name: given.get(name) for name in ("q_descale", "k_descale", "v_descale", "alibi_slopes", "output_scale", "sinks")},
+        }
+
+    def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        package.load("unified_attention")(**self.arguments(inputs, outputs[0]))
+
+
+def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
+    """(out [T, Hq, D], None)."""
+    operator, arrays, rows = plan_unified_attention(call)
+    shape = (arrays["query"].shape[0], *call.query.shape[1:])
+    # The split kernel and an output scale allocate through torch, which a recorded command buffer must not depend on.
+    (out,) = call_torch(operator, [arrays[name] for name in operator.names], [jax.ShapeDtypeStruct(shape, call.output_dtype)])
+    sequence, visible = _rows(call)
+    if rows == "sequences":
+        out = jnp.take(out, sequence, axis=0)
+    return jnp.where(visible[:, None, None], out, jnp.zeros((), out.dtype)), None
+
+
+def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, dict[str, Array], str]:
+    """(operator, its arrays by name, whether its rows are "tokens" or "sequences")."""
+    spec, metadata = call.cache.local_spec, call.metadata
+    starts, lengths = metadata.query_start_loc.astype(jnp.int32), metadata.seq_lens.astype(jnp.int32)
+    most = min(metadata.max_seq_len or spec.block_size * metadata.block_table.shape[1], spec.block_size * metadata.block_table.shape[1])
+    query, rows, longest = call.query, "tokens", max(metadata.max_query_len, 2)
+    native = finite_cache_promised() and _native_page(spec) >= 16
+    if native:
+        view = pages(spec, _native_page(spec))
+        table = page_table(metadata.block_table, call.layer, view, spec, multiple=max(_TILE // view.page, 1))
+        if metadata.max_query_len == 1:
+            query, rows, longest = jnp.take(query, jnp.clip(starts[:-1], 0, query.shape[0] - 1), axis=0), "sequences", 1
+            starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
+        if spec.head_size & (spec.head_size - 1):  # the split kernel's reduction does not compile for these
+            most = min(most, SPLIT_KERNEL_FROM)
+    else:
+        most = min(most, SPLIT_KERNEL_FROM)
+        if call.sliding_window is None:
+            view = pages(spec, _MASKED_PAGE)
+            table = page_table(metadata.block_table, call.layer, view, spec, multiple=_TILE // view.page)
+        else:
+            view = pages(spec, 1)
+            first = jnp.maximum(lengths - (starts[1:] - starts[:-1]) - call.sliding_window + 1, 0)
+            keys = min(spec.block_size * metadata.block_table.shape[1], call.sliding_window + metadata.max_query_len)
+            table = window_table(metadata.block_table, call.layer, view, spec, first=first, width=-(-keys // _TILE) * _TILE)
+            lengths = lengths - first
+    arrays = {
+        "query": query,
+        "cache": call.cache.data,
+        "query_start_loc": starts,
+        "seq_lens": lengths,
+        "block_table": table,
+        **_scales(call, spec),
+    }
+    optional = {"alibi_slopes": call.alibi_slopes, "sinks": call.sinks}
+    arrays |= {name: array for name, array in optional.items() if array is not None}
+    if call.output_scale is not None:
+        arrays["output_scale"] = call.output_scale.reshape(1)
+    operator = UnifiedAttention(
+        names=tuple(arrays),
+        pages=view,
+        cache_dtype=spec.dtype.name,
+        max_query_len=longest,
+        max_seq_len=most,
+        scale=call.scale,
+        window=call.sliding_window,
+        soft_cap=call.logits_soft_cap or 0.0,
+    )
+    return operator, arrays, rows
+
+
+def _native_page(spec: CacheSpec) -> int:
+    """The largest page that AITER's own choice of tiles accepts: a power of two, no longer than a tile."""
+    return min(spec.block_size & -spec.block_size, _TILE)
+
+
+def _scales(call: PagedAttentionCall, spec: CacheSpec) -> dict[str, Array]:
+    """Factors of an fp8 cache; what multiplies the scores besides goes with the query's where there is such, else with the keys'.
+
+    An unquantized cache gets none: AITER would apply them.
+    """
+    scales = {}
+    factor = call.score_scale
+    if factor is not None and takes_score_scale():
+        scales["q_descale"], factor = factor.reshape(1), None
+    if spec.is_quantized:
+        key = call.cache.k_scale[call.layer]
+        scales["k_descale"] = (key if factor is None else key * factor).reshape(1)
+        scales["v_descale"] = call.cache.v_scale[call.layer].reshape(1)
+    return scales
+
+
+def _rows(call: PagedAttentionCall) -> tuple[Array, Array]:
+    """(sequence of each token, whether the token sees any key)."""
+    starts, lengths = call.metadata.query_start_loc, call.metadata.seq_lens
+    token = jnp.arange(call.query.shape[0], dtype=starts.dtype)
+    sequence = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, lengths.shape[0] - 1)
+    position = lengths[sequence] - (starts[sequence + 1] - token)
+    return sequence, (token < starts[-1]) & (position >= 0)

@@ -1,0 +1,101 @@
+"""How AITER's operators see our cache: pages of their own inside the one buffer, found by strides. Nothing is copied.
+
+AITER takes a key cache and a value cache `[pages, page size, H, D]` with any strides. The layer may be traced, so a view can't start at it:
+a *unit* is a page whose first elements may start anywhere that is a multiple of the view's first stride, and a block of a layer is then a
+number of units. The page size is ours to choose, any divisor of the block size:
+
+    unit of token n of block b of layer l = l * layer + b * block + n // page
+
+so that operators that assert on some block sizes (48) are given others, and kernels that don't mask a tile of exactly one page are given
+smaller pages.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ..functional.cache import CacheSpec
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of `page` tokens over the buffer of a "packed" or "flash" cache; strides in elements."""
+
+    page: int
+    token: int
+    head: int
+    offsets: tuple[int, int]
+    layer_units: int
+    block_units: int
+    count: int
+    heads: int
+    head_size: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.count, self.page, self.heads, self.head_size
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        return self.page * self.token, self.token, self.head, 1
+
+    def views(self, buffer: Any, dtype: Any) -> tuple[Any, Any]:
+        """(key, value) tensors over a torch buffer that holds the cache's bits."""
+        flat = buffer.view(dtype).view(-1)
+        key, value = (flat.as_strided(self.shape, self.strides, flat.storage_offset() + offset) for offset in self.offsets)
+        return key, value
+
+    def units(self, blocks: Int[Array, "..."], layer: Int[Array, ""]) -> Int[Array, "..."]:
+        """First unit of each block of a layer."""
+        return layer.astype(jnp.int32) * self.layer_units + blocks.astype(jnp.int32) * self.block_units
+
+
+def pages(spec: CacheSpec, page: int) -> Pages:
+    """The view of a cache as pages of `page` tokens, which must divide the block size."""
+    key, value = spec.side_strides
+    unit = page * key.token_outer
+    last = (page - 1) * key.token_outer + (spec.num_kv_heads - 1) * key.head + spec.head_size
+    return Pages(
+        page=page,
+        token=key.token_outer,
+        head=key.head,
+        offsets=(key.offset, value.offset),
+        layer_units=key.layer // unit,
+        block_units=key.block // unit,
+        count=(spec.size - max(key.offset, value.offset) - last) // unit + 1,
+        heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+    )
+
+
+def why_no_pages(spec: CacheSpec, page: int) -> str | None:
+    """Why a cache can't be seen as pages; None where it can."""
+    if spec.content not in ("packed", "flash"):
+        return f"reads and writes 'packed' and 'flash' caches, not {spec.content!r}"
+    if pages(spec, page).count > INT32_MAX:
+        return f"a cache of {spec.size} elements has pages past 2**31, and its tables are int32"
+    return None
+
+
+def page_table(table: Int[Array, "S M"], layer: Int[Array, ""], view: Pages, spec: CacheSpec, *, multiple: int) -> Int[Array, "S P"]:
+    """A block table as one of pages; every entry is a valid page, and rows are padded to a multiple of `multiple` pages: the kernels load
+    whole tiles of a row.
+    """
+    first = view.units(jnp.clip(table, 0, spec.num_blocks - 1), layer)
+    split = spec.block_size // view.page
+    rows = (first[:, :, None] + jnp.arange(split, dtype=jnp.int32)).reshape(table.shape[0], -1)
+    return jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % multiple)), mode="edge" if rows.shape[1] else "constant")
+
+
+def window_table(
+    table: Int[Array, "S M"], layer: Int[Array, ""], view: Pages, spec: CacheSpec, *, first: Int[Array, " S"], width: int
+) -> Int[Array, "S P"]:
+    """Pages of one token: entry j of a row is the token at position `first + j`. What lies before no kernel can touch."""
+    positions = first[:, None] + jnp.arange(width, dtype=jnp.int32)
+    block = jnp.clip(positions // spec.block_size, 0, table.shape[1] - 1)
+    physical = jnp.clip(jnp.take_along_axis(table, block, axis=1), 0, spec.num_blocks - 1)
+    return view.units(physical, layer) + positions % spec.block_size

@@ -1,0 +1,355 @@
+"""AITER's own operators inside `jax.jit`, from the real package: the Triton ones run through Triton's interpreter against the oracle; the
+calls of the HIP ones, which can't run here, are checked against the package's sources.
+"""
+
+import ast
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import purepage as pp
+from purepage.testing import assert_close, random_batch, reference_rope
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+from purepage.bridges import aiter, aiter_package, aiter_rules, aiter_writers
+from purepage.bridges.arch import Arch
+from purepage.functional.attention import paged_attention_call
+from purepage.functional.calls import QkNormRopeUpdateCall, UpdateCacheCall
+
+BF16, F16, E4M3 = ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
+MI300X, MI355X = Arch("rocm", "gfx942", 304, 64), Arch("rocm", "gfx950", 256, 64)
+
+needs_package = pytest.mark.skipif(aiter_package.root() is None, reason="amd-aiter is not installed")
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs AITER's Triton operators through the interpreter, on a CPU")
+
+
+def check(batch, *, content="packed", order="LBHNC", layer=0, dtype=F16, **options):
+    @jax.jit
+    def attend(query, cache, metadata, layer):
+        return pp.paged_attention(query, cache, metadata, layer=layer, implementation="aiter", **options)
+
+    out = attend(batch.query, batch.cache(content=content, order=order), batch.metadata, layer)
+    expected, _ = batch.reference(layer=layer, **options)
+    assert_close(out, expected, dtype=dtype)
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("content", ["packed", "flash"])
+@pytest.mark.parametrize("order", ["LBHNC", "LHBNC"])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_every_layout_and_batch_over_nan_in_every_slot_that_nobody_owns(content, order, kind):
+    check(random_batch(1, kind=kind, dtype=F16, num_layers=2), content=content, order=order, layer=1)
+
+
+FEATURES = {
+    "window": {"sliding_window": 9},
+    "window of itself": {"sliding_window": 1},
+    "window beyond": {"sliding_window": 1000},
+    "soft cap": {"logits_soft_cap": 0.7},
+    "alibi": {"alibi_slopes": [0.5, 0.25, -0.1, 1.0]},
+    "sinks": {"sinks": [0.3, -1.0, 5.0, -np.inf]},
+    "scale": {"scale": -0.3},
+    "window, soft cap, sinks": {"sliding_window": 20, "logits_soft_cap": 3.0, "sinks": [0.3, -1.0, 5.0, 4.0]},
+}
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("kind", ["decode", "chunked"])
+def test_every_feature(kind, options):
+    window = options.get("sliding_window")
+    check(random_batch(2, kind=kind, dtype=F16, max_query_len=9, max_seq_len=80, sliding_window=window), **options)
+
+
+@needs_package
+@on_cpu
+def test_alibi_beside_sinks_where_a_sequence_has_one_query():
+    check(random_batch(3, kind="decode", dtype=F16), alibi_slopes=[0.5, 0.25, 0.1, 1.0], sinks=[0.3, -1.0, 5.0, 2.0])
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("block_size", [8, 48, 64])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_block_sizes_that_its_kernels_assert_on_or_do_not_mask(block_size, kind):
+    check(random_batch(4, kind=kind, dtype=F16, block_size=block_size, max_seq_len=150))
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("head_size, heads", [(80, (4, 2)), (64, (5, 1))], ids=str)
+def test_head_sizes_and_groups_that_are_no_power_of_two(head_size, heads):
+    check(random_batch(5, dtype=F16, head_size=head_size, num_heads=heads[0], num_kv_heads=heads[1]))
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_an_fp8_cache_is_multiplied_by_its_layers_scales_once(kind):
+    batch = random_batch(6, kind=kind, dtype=F16, cache_dtype=E4M3, num_layers=2)
+    assert not np.allclose(batch.k_scale[0], batch.k_scale[1])
+    check(batch, layer=1)
+
+
+@needs_package
+@on_cpu
+def test_a_traced_scale_goes_with_the_scales_of_an_fp8_cache_and_is_refused_without():
+    batch = random_batch(7, dtype=F16, cache_dtype=E4M3)
+    attend = jax.jit(lambda scale: pp.paged_attention(batch.query, batch.cache(), batch.metadata, scale=scale, implementation="aiter"))
+    assert_close(attend(jnp.float32(0.4)), batch.reference(scale=0.4)[0], dtype=F16)
+    batch = random_batch(7, dtype=F16)
+    with pytest.raises(pp.UnsupportedError, match="traced scale"):
+        pp.paged_attention(batch.query, batch.cache(), batch.metadata, scale=jnp.float32(0.4), implementation="aiter")
+
+
+@needs_package
+@on_cpu
+def test_an_output_scale_gives_the_platforms_fp8_kind():
+    batch = random_batch(8, dtype=F16)
+    attend = jax.jit(
+        lambda scale: pp.paged_attention(batch.query, batch.cache(), batch.metadata, output_scale=scale, implementation="aiter")
+    )
+    out = attend(jnp.float32(0.02))
+    assert_close(out, batch.reference(output_scale=0.02, output_dtype=E4M3)[0], dtype=E4M3, compute_dtype=E4M3)
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+@pytest.mark.parametrize("most", [60, 600], ids=["one program a sequence", "split"])
+def test_with_the_promise_of_a_finite_cache_aiter_chooses_its_kernel(monkeypatch, kind, most):
+    monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, "1")
+    batch = random_batch(9, kind=kind, dtype=F16, max_seq_len=most, num_seqs=3, num_heads=2, num_kv_heads=1)
+    cache = batch.cache()
+    finite = pp.KVCache(jnp.nan_to_num(cache.data), cache.k_scale, cache.v_scale, cache.spec)
+    out = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="aiter"))(batch.query, finite, batch.metadata)
+    assert_close(out, batch.reference()[0], dtype=F16)
+
+
+@needs_package
+@on_cpu
+def test_bits_of_a_bfloat16_cache_reach_aiter_as_bfloat16(monkeypatch):
+    """Through a repaired interpreter: Triton's takes the bits of bfloat16 operands of a dot product for integers."""
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def widened(x):
+        if x.dtype.scalar.name != "bf16":
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
+
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: original(self, widened(a), widened(b), *rest)
+    )
+    batch = random_batch(10, dtype=BF16)
+    call = paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
+    assert_close(jax.jit(aiter.paged_attention)(call)[0], batch.reference()[0], dtype=BF16)
+
+
+REFUSED = {
+    "causal": ({"kind": "cross"}, {}),
+    "return_lse": ({}, {"return_lse": True}),
+    "qq_bias": ({}, {"qq_bias": np.zeros((4, 4), np.float32)}),
+    "alibi_slopes with sinks": ({}, {"alibi_slopes": [1.0] * 4, "sinks": [0.0] * 4}),
+    "one scale per layer": ({"cache_dtype": E4M3, "scales": "head"}, {}),
+    "float8_e5m2": ({"cache_dtype": ml_dtypes.float8_e5m2}, {}),
+    "float32": ({"dtype": np.float32}, {}),
+}
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("match", REFUSED)
+def test_what_it_can_not_do_right_is_refused_with_the_reason(match):
+    made, options = REFUSED[match]
+    batch = random_batch(0, **{"dtype": F16, **made})
+    with pytest.raises(pp.UnsupportedError, match=match):
+        pp.paged_attention(batch.query, batch.cache(), batch.metadata, implementation="aiter", **options)
+
+
+def call_of(**made):
+    batch = random_batch(0, **{"dtype": BF16, **made})
+    return paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
+
+
+def test_fp8_kinds_follow_the_arch():
+    fnuz, fn = call_of(cache_dtype=ml_dtypes.float8_e4m3fnuz), call_of(cache_dtype=E4M3)
+    served = {
+        arch.name: [not aiter_rules.rule_refusals("paged_attention", call, True, arch) for call in (fnuz, fn)]
+        for arch in (MI300X, MI355X, Arch("rocm", "gfx90a", 104, 64), Arch("rocm", "gfx1201", 64, 32))
+    }
+    assert served == {"gfx942": [True, False], "gfx950": [False, True], "gfx90a": [False, False], "gfx1201": [False, False]}
+
+
+@on_cpu
+def test_nobody_is_given_aiter_on_a_cpu_who_did_not_ask_for_it():
+    assert aiter.refusals("paged_attention", call_of(dtype=F16), False)
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
+@pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC")])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+def test_the_fused_rotary_writer_is_rotation_then_write(neox, content, order, dtype):
+    rng = np.random.default_rng(0)
+    batch = random_batch(11, dtype=dtype, num_layers=2, block_size=48)
+    table = rng.uniform(-1, 1, (70, 32)).astype(np.float32)
+    query, key, value = (np.nan_to_num(x) for x in (batch.query, batch.new_keys[1], batch.new_values[1]))
+    slots = np.asarray(batch.metadata.slot_mapping).copy()
+    slots[0] = batch.spec().num_slots
+    arguments = (query, key, value, batch.positions, table, batch.cache_before(content=content, order=order), jnp.asarray(slots))
+
+    def write(implementation):
+        return jax.jit(lambda *args, layer: pp.rope_and_update_cache(*args, is_neox=neox, layer=layer, implementation=implementation))(
+            *arguments, layer=1
+        )
+
+    rotated = write("aiter")
+    for actual, x in zip(rotated[:2], (query, key), strict=True):
+        assert_close(actual, reference_rope(batch.positions, x, table, is_neox=neox), dtype=dtype)
+    written = pp.update_cache(arguments[5], rotated[1], value, jnp.asarray(slots), layer=1, implementation="xla")
+    np.testing.assert_array_equal(np.asarray(rotated[2].data).view(np.uint16), np.asarray(written.data).view(np.uint16))
+
+
+def declared(name):
+    """Parameters that an operator's source requires, and all of them."""
+    found = aiter_package.source(name)
+    if found is None:
+        pytest.skip(f"this release of AITER has no {name}")
+    names = [argument.arg for argument in found[1].args.args]
+    return names[: len(names) - len(found[1].args.defaults)], names
+
+
+def slot_call(content, order="LBHNC", dtype=BF16):
+    import torch
+
+    spec = pp.CacheSpec(num_blocks=5, block_size=16, num_kv_heads=2, head_size=64, num_layers=3, dtype=dtype, content=content, order=order)
+    slots = jnp.array([-1, 0, 37, 79, 80], jnp.int32)
+    new = jnp.ones((5, 2, 64), spec.dtype)
+    call = UpdateCacheCall(cache=pp.init_cache(spec), key=new, value=2 * new, slot_mapping=slots, layer=jnp.int32(2))
+    return call, torch
+
+
+@needs_package
+@pytest.mark.parametrize("order", ["LBHNC", "LHBNC"])
+@pytest.mark.parametrize("content", ["xpacked", "xpacked_interleaved_v", "shuffled", "flash"])
+def test_the_hip_writer_is_called_as_declared_and_its_addresses_are_the_caches(content, order):
+    """The operator itself is HIP and not run: its address arithmetic, as its source has it, is done here in Python."""
+    call, torch = slot_call(content, order)
+    operator, slots = aiter_writers.plan_update_cache(call)
+    buffer = torch.zeros(call.cache.spec.shape, dtype=torch.bfloat16)
+    key = torch.ones(5, 2, 64, dtype=torch.bfloat16)
+    given = operator.arguments((key, 2 * key, torch.from_numpy(np.array(slots))), (buffer,))
+    required, names = declared(operator.operator)
+    assert set(required) <= set(given) <= set(names)
+    assert given["slot_mapping"].dtype == torch.int64
+    N, H, D = given["key_cache"].shape[3] if content != "flash" else 1, 2, 64
+    x = 8
+    flat = [given[name].as_strided((buffer.numel() - given[name].storage_offset(),), (1,)) for name in ("key_cache", "value_cache")]
+    for slot in given["slot_mapping"].tolist():
+        if slot < 0:
+            continue
+        block, n = divmod(slot, N)
+        for h in range(H):
+            for d in range(D):
+                if content == "flash":
+                    at = [block * given["key_cache"].stride(0) + n * H * D + h * D + d] * 2
+                else:
+                    at = [block * H * D * N + (h * D // x + d // x) * N * x + n * x + d % x]
+                    side = (n // x) * D * x + d * x + n % x if given["asm_layout"] else d * N + n
+                    at.append(block * H * D * N + h * D * N + side)
+                flat[0][at[0]], flat[1][at[1]] = 1, 2
+    expected = pp.update_cache(call.cache, call.key, call.value, call.slot_mapping, layer=2, implementation="xla")
+    np.testing.assert_array_equal(buffer.view(torch.uint16).numpy(), np.asarray(expected.data))
+
+
+# The signatures of later releases than the one on PyPI, as SEMANTICS.md II.5 describes them; those of an installed release go first.
+QK_NORM = (
+    "qkv qw kw cos_sin positions num_tokens num_heads_q num_heads_k num_heads_v head_size is_neox_style eps q_out k_cache v_cache "
+    "slot_mapping per_tensor_k_scale per_tensor_v_scale k_out v_out return_kv use_shuffle_layout block_size x rotary_dim"
+).split()
+QK_NORM_MROPE = [*QK_NORM[:11], "mrope_section_", "is_interleaved", *QK_NORM[11:]]
+
+
+@pytest.mark.parametrize("section", [None, (12, 10, 10)], ids=["rope", "mrope"])
+def test_the_qk_norm_writers_are_called_with_everything_that_they_declare(section):
+    import torch
+    from purepage.bridges.aiter_views import pages
+
+    name = "fused_qk_norm_mrope_3d_cache_pts_quant_shuffle" if section else "fused_qk_norm_rope_cache_pts_quant_shuffle"
+    names = aiter_package.parameters(name) or tuple(QK_NORM_MROPE if section else QK_NORM)
+    spec = pp.CacheSpec(num_blocks=3, block_size=16, num_kv_heads=2, head_size=64)
+    operator = aiter_writers.QkNormRopeAndCache(name, pages(spec, 1), "bfloat16", 4, True, 1e-6, section, False, 64, names)
+    tokens = 5
+    integers = torch.arange(tokens, dtype=torch.int32)
+    inputs = (
+        torch.zeros(tokens, 8 * 64, dtype=torch.bfloat16),
+        *(torch.ones(64, dtype=torch.bfloat16) for _ in range(2)),
+        torch.zeros(20, 64, dtype=torch.bfloat16),
+        integers.expand(3, tokens) if section else integers,
+        integers,
+    )
+    outputs = (
+        torch.zeros(tokens, 4, 64, dtype=torch.bfloat16),
+        torch.zeros(tokens, 2, 64, dtype=torch.bfloat16),
+        torch.zeros(spec.shape, dtype=torch.uint16),
+    )
+    given = operator.arguments(inputs, outputs)
+    assert tuple(given) == names
+    assert given["positions"].dtype == given["slot_mapping"].dtype == torch.int64
+    assert given["per_tensor_k_scale"].device.type == "cpu"
+    assert (given["num_heads_q"], given["num_heads_k"], given["num_heads_v"], given["head_size"]) == (4, 2, 2, 64)
+    assert given["k_cache"].data_ptr() == outputs[2].data_ptr()
+    assert given["v_cache"].data_ptr() == outputs[2].data_ptr() + 64 * 2
+    assert given["k_cache"].shape[1] == given["block_size"] == 1
+    unknown = aiter_writers.QkNormRopeAndCache(name, pages(spec, 1), "bfloat16", 4, True, 1e-6, section, False, 64, (*names, "novelty"))
+    with pytest.raises(TypeError, match="novelty"):
+        unknown.arguments(inputs, outputs)
+
+
+@needs_package
+@pytest.mark.parametrize("name", ["unified_attention", "fused_qk_rope_reshape_and_cache"])
+def test_the_triton_operators_are_given_what_their_source_requires_and_nothing_else(name):
+    required, names = declared(name)
+    assert isinstance(aiter_package.source(name)[1], ast.FunctionDef)
+    given = {
+        "unified_attention": (
+            "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal window_size block_table softcap q_descale "
+            "k_descale v_descale alibi_slopes output_scale sinks"
+        ),
+        "fused_qk_rope_reshape_and_cache": (
+            "q k v key_cache value_cache slot_mapping pos cos sin k_scale v_scale is_neox flash_layout apply_scale q_out k_out output_zeros"
+        ),
+    }[name].split()
+    assert set(required) <= set(given) <= set(names)
+
+
+def test_the_qk_norm_rules_name_the_argument():
+    spec = pp.CacheSpec(num_blocks=3, block_size=16, num_kv_heads=2, head_size=64)
+    call = QkNormRopeUpdateCall(
+        qkv=jnp.zeros((5, 512), jnp.bfloat16),
+        q_weight=jnp.ones(64),
+        k_weight=jnp.ones(64),
+        positions=jnp.zeros(5, jnp.int32),
+        cos_sin_cache=jnp.zeros((20, 64)),
+        cache=pp.init_cache(spec),
+        slot_mapping=jnp.zeros(5, jnp.int32),
+        layer=jnp.int32(0),
+        num_heads=4,
+        eps=1e-6,
+        is_neox=True,
+        mrope_section=None,
+        is_interleaved=False,
+    )
+    assert "q_weight" in aiter_rules.rule_refusals("qk_norm_rope_and_update_cache", call, True, MI300X)[0]
