@@ -144,8 +144,9 @@ def _with_caches(leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
 
 
 def _abstract_cache(spec: CacheSpec) -> KVCache:
-    scale = jax.ShapeDtypeStruct((spec.num_layers,), jnp.float32)
-    return KVCache(jax.ShapeDtypeStruct(spec.shape, spec.storage_dtype), scale, scale, spec)
+    data: Any = jax.ShapeDtypeStruct(spec.shape, spec.storage_dtype)
+    scale: Any = jax.ShapeDtypeStruct((spec.num_layers,), jnp.float32)
+    return KVCache(data, scale, scale, spec)
 
 
 def _choice(operation: str, call: Any, asked: str | None, arch: Arch) -> Choice:

@@ -42,7 +42,7 @@ def _cache_shape(cache: KVCache) -> CacheShape:
     )
 
 
-def _cache_arrays(cache: KVCache, layer: Array) -> dict[str, Array]:
+def _cache_arrays(cache: KVCache, layer: Array) -> dict[str, Array | None]:
     return {"cache": cache.data, "k_scale": cache.k_scale, "v_scale": cache.v_scale, "layer": _vector(layer)}
 
 
@@ -73,7 +73,7 @@ def _paged_attention_shape(call: PagedAttentionCall) -> PagedAttentionShape:
         logits_soft_cap=call.logits_soft_cap,
         has_alibi=call.alibi_slopes is not None,
         has_sinks=call.sinks is not None,
-        qq_bias=None if call.qq_bias is None else tuple(call.qq_bias.shape),
+        qq_bias=None if call.qq_bias is None else (call.qq_bias.shape[0], call.qq_bias.shape[1]),
         has_score_scale=call.score_scale is not None,
         scale=call.scale,
         scales_per_head=cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2,

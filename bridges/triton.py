@@ -68,7 +68,8 @@ def _planned(plan: Callable[..., Program], shape: Any, arch: str, num_cus: int |
 
 def _run(operation: str, call: Any) -> tuple[Array, ...]:
     program, arrays = program_of(operation, call), OPERATIONS[operation].arrays(call)
-    return run(program, {name: arrays[name] for name, _ in program.inputs})
+    named = {name: arrays[name] for name, _ in program.inputs}
+    return run(program, {name: array for name, array in named.items() if array is not None})
 
 
 def paged_attention(call: PagedAttentionCall) -> tuple[Array, Array | None]:
