@@ -270,7 +270,7 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
         args=(*(name if name in inputs or name in outputs else None for name in names), shape.num_tokens),
         writes=("query_out", "key_out", *(() if shape.cache is None else ("cache",))),
         constants=tuple(constants.items()),
-        num_warps=warps_of_tile(tokens * width, facts),
+        num_warps=warps_of_tile(tokens * (half_pad if shape.is_neox else width), facts),  # NEOX loads its halves apart
         num_stages=1,
         options=EXACT,
     )
