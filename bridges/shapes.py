@@ -42,8 +42,8 @@ def _cache_shape(cache: KVCache) -> CacheShape:
     )
 
 
-def _cache_arrays(cache: KVCache, layer: Array) -> dict[str, Array | None]:
-    return {"cache": cache.data, "k_scale": cache.k_scale, "v_scale": cache.v_scale, "layer": _vector(layer)}
+def _cache_arrays(cache: KVCache, layer: Array) -> dict[str, Array]:
+    return {"cache": cache.data, "k_scale": cache.k_scale, "v_scale": cache.v_scale, "layer": jnp.reshape(layer, (1,))}
 
 
 def _name(array: Array) -> str:
