@@ -298,6 +298,7 @@ def _rope_inputs(shape: RopeShape) -> dict[str, Buffer]:
 
 
 def _rope_write_constants(shape: RopeShape, arch: Arch) -> dict[str, Any]:
+    assert shape.cache is not None
     query, key = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
     return {
         "HEAD_PAD": next_power_of_two(shape.head_size),
