@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .rows import block_rows, load_query, score_factor, start_rows, store_rows, store_zeros
+from .query import load_query
+from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
 from .tiles import LOG2E, attend_range, key_bounds, side_base, tile_bounds
 
 
@@ -42,6 +43,7 @@ def paged_attention_tiled(
     BIAS_COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    RELOAD_QUERY: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -98,6 +100,7 @@ def paged_attention_tiled(
     factor = score_factor(score_scale, k_scale, layer_index, kv_head, SCALE, SOFT_CAP, QUANTIZED, SCALE_HEADS)
     q_base = query + (query_start + first).to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
+    source = (q_base, q_offsets, ok, factor)
     q, factor = load_query(q_base, q_offsets, ok, factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
     mass, peak = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
@@ -119,6 +122,7 @@ def paged_attention_tiled(
         mass,
         peak,
         q,
+        source,
         factor,
         lo,
         hi,
@@ -136,6 +140,8 @@ def paged_attention_tiled(
         ok & (first + row_token < BIAS_ROWS),
         context,
         BIAS_COLUMNS == 0 and (TOKENS == 1 or (not CAUSAL and WINDOW == 0)),
+        RELOAD_QUERY,
+        QUERY_KIND,
         ROW_FACTOR,
         CAUSAL,
         WINDOW,

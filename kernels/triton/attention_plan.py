@@ -100,7 +100,9 @@ def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int
     stored = shape.cache.dtype.itemsize
     # Tiles wait in shared memory as stored; one that must be converted goes through it a second time.
     converted = 0 if shape.cache.dtype.name == shape.compute_dtype else 2 * tile * shape.head_pad * compute
-    return rows * shape.head_pad * compute + num_stages * 2 * tile * shape.head_pad * stored + converted + rows * tile * compute
+    query, tiles = rows * shape.head_pad * compute, num_stages * 2 * tile * shape.head_pad * stored + converted + rows * tile * compute
+    # On AMD the query only passes through on its way to registers, before the first tile comes.
+    return max(query, tiles) if arch.vendor == "amd" else query + tiles
 
 
 def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_of: Any) -> Any:
@@ -316,7 +318,16 @@ def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, 
             shape.table_width,
         ),
         writes=tuple(name for name in ("out", "lse") if name in names),
-        constants=_constants(common, _KERNEL_CONSTANTS, HEADS=heads, TOKENS=tokens, ROWS=rows, SPLIT_TOKENS=split_tokens, TILE=row.tile),
+        constants=_constants(
+            common,
+            _KERNEL_CONSTANTS,
+            RELOAD_QUERY=row.reload_query,
+            HEADS=heads,
+            TOKENS=tokens,
+            ROWS=rows,
+            SPLIT_TOKENS=split_tokens,
+            TILE=row.tile,
+        ),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         options=row.options,
@@ -338,7 +349,16 @@ def _split_launches(
     }
     names = {**names, **scratch}
     written = tuple(name for name in ("out", "lse") if name in names)
-    share = _constants(common, _KERNEL_CONSTANTS, PROGRAMS=programs, HEADS=heads, ROWS=rows, SPLIT_TOKENS=tokens, TILE=row.tile)
+    share = _constants(
+        common,
+        _KERNEL_CONSTANTS,
+        RELOAD_QUERY=row.reload_query,
+        PROGRAMS=programs,
+        HEADS=heads,
+        ROWS=rows,
+        SPLIT_TOKENS=tokens,
+        TILE=row.tile,
+    )
     split = Launch(
         kernel=SPLIT_KERNEL,
         grid=(programs * head_blocks, 1, 1),

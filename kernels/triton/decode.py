@@ -8,7 +8,8 @@ partial result per program, at most two a program, which `paged_attention_reduce
 import triton
 import triton.language as tl
 
-from .rows import block_rows, load_query, score_factor, start_rows, store_rows, store_zeros
+from .query import load_query
+from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
 from .tiles import LOG2E, attend_range, key_bounds, side_base, tile_bounds
 
 
@@ -75,6 +76,7 @@ def paged_attention_split(
     BIAS_COLUMNS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    RELOAD_QUERY: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -157,6 +159,7 @@ def paged_attention_split(
                 mass,
                 peak,
                 q,
+                (q_base, q_offsets, ok, scalar_factor),
                 factor,
                 lo,
                 hi,
@@ -174,6 +177,8 @@ def paged_attention_split(
                 ok & (row_token < BIAS_ROWS),
                 context,
                 BIAS_COLUMNS == 0 and (SPLIT_TOKENS == 1 or (not CAUSAL and WINDOW == 0)),
+                RELOAD_QUERY,
+                QUERY_KIND,
                 ROW_FACTOR,
                 CAUSAL,
                 WINDOW,

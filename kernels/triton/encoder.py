@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .rows import block_rows, load_query, score_factor, start_rows, store_rows, store_zeros
+from .query import load_query
+from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
 from .tiles import attend_tile, key_bounds, tile_bounds
 
 
@@ -30,6 +31,7 @@ def encoder_attention_kernel(
     SOFT_CAP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    RELOAD_QUERY: tl.constexpr,
     TILE: tl.constexpr,
     KIND: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -70,6 +72,7 @@ def encoder_attention_kernel(
     factor = score_factor(score_scale, None, 0, kv_head, SCALE, SOFT_CAP, False, 1)
     q_base = query + (start + first).to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
+    source = (q_base, q_offsets, ok, factor)
     q, factor = load_query(q_base, q_offsets, ok, factor, KIND, COMPUTE, False, False, HEAD_SIZE, HEAD_PAD)
     mass, peak = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
@@ -80,17 +83,17 @@ def encoder_attention_kernel(
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
     for tile in tl.range(full_lo, full_hi):
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, tl.cast(tile, tl.int64), tile, key + base, value + base, factor, position, key_begin, key_end,
+            acc, mass, peak, q, source, tl.cast(tile, tl.int64), tile, key + base, value + base, factor, position, key_begin, key_end,
             None, None, ok, 0,
-            False, SAME_KEYS, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
+            False, SAME_KEYS, RELOAD_QUERY, KIND, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
             KIND, COMPUTE, False, False, SIDE, SIDE,
         )  # fmt: skip
     left = full_lo - lo
     for edge in tl.range(0, left + hi - full_hi, num_stages=1):
         tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, tile, tile, key + base, value + base, factor, position, key_begin, key_end, None, None, ok, 0,
-            True, SAME_KEYS, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
+            acc, mass, peak, q, source, tile, tile, key + base, value + base, factor, position, key_begin, key_end, None, None, ok, 0,
+            True, SAME_KEYS, RELOAD_QUERY, KIND, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
             KIND, COMPUTE, False, False, SIDE, SIDE,
         )  # fmt: skip
     token = (start + first).to(tl.int64) + row_token

@@ -126,6 +126,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
             ("SOFT_CAP", float(shape.logits_soft_cap or 0.0)),
             ("HEAD_SIZE", shape.head_size),
             ("HEAD_PAD", shape.head_pad),
+            ("RELOAD_QUERY", row.reload_query),
             ("TILE", row.tile),
             ("KIND", shape.dtype),
             ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import axis_offsets, cast, to_compute, typed
+from .query import reload_query
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -127,6 +128,7 @@ def attend_tile(
     mass,
     peak,
     q,
+    q_source,
     ids,
     tile,
     key_base,
@@ -141,6 +143,8 @@ def attend_tile(
     context,
     MASKED: tl.constexpr,
     SAME_KEYS: tl.constexpr,
+    RELOAD_QUERY: tl.constexpr,
+    QUERY_KIND: tl.constexpr,
     ROW_FACTOR: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -158,7 +162,7 @@ def attend_tile(
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
 ):
-    """Adds one tile to the running (accumulator, mass, peak) of the rows."""
+    """Adds one tile to the running (accumulator, mass, peak) of the rows; `q_source` is that of `reload_query`."""
     PAD: tl.constexpr = HEAD_PAD != HEAD_SIZE
     # Tokens side by side in memory: a mask along them would break 128-bit loads, so such a side is loaded whole and masked after.
     V_BY_TOKEN: tl.constexpr = V_SIDE[6] > 1 or V_SIDE[4] == 1
@@ -169,6 +173,8 @@ def attend_tile(
     k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
     k_dim = dim_offsets(K_SIDE, HEAD_PAD)
     k = load_tile(key_base + k_tile + (k_dim[:, None] + k_token[None, :]), d[:, None] < HEAD_SIZE, visible[None, :], PAD, MASKED)
+    if RELOAD_QUERY:
+        q = reload_query(q_source, tile, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
     s = tl.dot(q, to_compute(k, STORED, COMPUTE, HARDWARE_FP8), input_precision="ieee")
 
     PLAIN: tl.constexpr = SOFT_CAP == 0.0 and not ALIBI and BIAS_COLUMNS == 0
@@ -239,6 +245,7 @@ def attend_range(
     mass,
     peak,
     q,
+    q_source,
     factor,
     lo,
     hi,
@@ -256,6 +263,8 @@ def attend_range(
     bias_row_ok,
     context,
     SAME_KEYS: tl.constexpr,
+    RELOAD_QUERY: tl.constexpr,
+    QUERY_KIND: tl.constexpr,
     ROW_FACTOR: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -280,9 +289,9 @@ def attend_range(
         # The next tile's blocks are fetched a whole tile ahead: no load of keys waits for the block table.
         next_ids = block_ids(table_row, tile + 1, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row, bias_row_ok,
-            context, False, SAME_KEYS, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
-            STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+            acc, mass, peak, q, q_source, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row,
+            bias_row_ok, context, False, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+            BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
         )  # fmt: skip
         ids = next_ids
     left = full_lo - lo
@@ -290,8 +299,8 @@ def attend_range(
         tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
         ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row, bias_row_ok,
-            context, True, SAME_KEYS, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE,
-            STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+            acc, mass, peak, q, q_source, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row,
+            bias_row_ok, context, True, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
+            BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
         )  # fmt: skip
     return acc, mass, peak

@@ -12,13 +12,17 @@ Options = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class TiledRow:
-    """Tiled kernel: `rows` of query tokens times heads by `tile` keys."""
+    """Tiled kernel: `rows` of query tokens times heads by `tile` keys.
+
+    `reload_query`: the query comes from the cache with every tile, where wide heads leave no registers to keep it in.
+    """
 
     rows: int
     tile: int
     num_warps: int
     num_stages: int
     options: Options = ()
+    reload_query: bool = False
     measured: str | None = None
 
 
@@ -32,6 +36,7 @@ class SplitRow:
     programs_per_cu: int
     max_rows: int = 64
     options: Options = ()
+    reload_query: bool = False
     measured: str | None = None
 
 
@@ -100,7 +105,7 @@ def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *
     return table[min((size for size in table if size >= head_pad), default=max(table))]
 
 
-def smaller(row: TiledRow | SplitRow):
+def smaller(row: Row) -> Row | None:
     """The next configuration that needs less shared memory, or None: fewer stages, then a smaller tile, then fewer rows."""
     if row.num_stages > 1:
         return replace(row, num_stages=row.num_stages - 1, measured=None)
