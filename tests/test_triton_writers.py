@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from pairwise import case_id, pairwise
+from pool import bits, expected_pool, random_cache
 from purepage.functional.layout import CONTENTS, ORDERS
 from purepage.kernels.launch import Buffer, Launch, Program
 from purepage.kernels.triton.writers_plan import CacheShape, UpdateShape, plan_update_cache
 from purepage.kernels.tuning.archs import ARCHS
 
 import purepage as pp
-from purepage.testing import reference_address, reference_update_cache, round_to
+from purepage.testing import round_to
 
 pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
@@ -28,46 +29,6 @@ from purepage.kernels.triton.slots import quantized  # noqa: E402
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 FP8 = tuple(getattr(ml_dtypes, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
 NAN_CODE = {FP8[0]: 0x7F, FP8[1]: 0x80, FP8[2]: 0x7E, FP8[3]: 0x80}
-
-
-def bits(array):
-    array = np.asarray(array)
-    return array.view(f"u{array.dtype.itemsize}")
-
-
-def random_cache(spec, seed=0, **scales):
-    """A cache of random bits: a slot that is touched by mistake shows, whatever is written."""
-    data = np.random.default_rng(seed).integers(0, 256, (spec.nbytes,), np.uint8)
-    blank = pp.init_cache(spec, **scales)
-    return pp.KVCache(jnp.asarray(data.view(np.dtype(spec.storage_dtype)).reshape(spec.shape)), blank.k_scale, blank.v_scale, spec)
-
-
-def expected_pool(cache, key, value, slots, layer):
-    """The bits of the buffer after the write, element by element through the hand-written addresses."""
-    spec = cache.spec
-    pool = np.array(bits(cache.data)).reshape(-1)
-    blank = np.zeros((spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)
-    scales = {"k_scale": np.asarray(cache.k_scale)[layer], "v_scale": np.asarray(cache.v_scale)[layer]} if spec.is_quantized else {}
-    sides = reference_update_cache(blank, blank, key, value, slots, **scales)
-    live = slots[(slots >= 0) & (slots < spec.num_slots)].astype(np.int64)
-    for side, stored in enumerate(sides):
-        address = reference_address(
-            spec.content,
-            spec.order,
-            num_blocks=spec.num_blocks,
-            num_kv_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            head_size=spec.head_size,
-            itemsize=spec.dtype.itemsize,
-            side=side,
-            layer=layer,
-            block=(live // spec.block_size)[:, None, None],
-            head=np.arange(spec.num_kv_heads)[None, :, None],
-            token=(live % spec.block_size)[:, None, None],
-            dim=np.arange(spec.head_size)[None, None, :],
-        )
-        pool[address] = bits(stored[live // spec.block_size, live % spec.block_size])
-    return pool.reshape(spec.shape)
 
 
 CASES = pairwise(
@@ -227,7 +188,7 @@ def test_a_plan_fits_its_arch_and_covers_every_token(arch):
             assert launch.num_warps * ARCHS[arch].wave_size <= ARCHS[arch].max_threads
 
 
-def test_without_a_name_the_interpreter_is_not_chosen():
-    from purepage.functional.dispatch import choose
+def test_the_interpreter_serves_calls_by_name_only():
+    from purepage.bridges.triton import refusals
 
-    assert choose("update_cache", None) != "triton"
+    assert any("ask for it by name" in reason for reason in refusals("update_cache", None, by_name=False))
