@@ -1,0 +1,155 @@
+"""The benchmark's bookkeeping: what a case costs at least, what a run leaves, and that a wrong contender is not timed."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import cases, inputs, measure, report
+from benchmarks.cases import Case, WriterCase
+from benchmarks.peers import JaxCall, Unavailable
+
+SMALL = Case("small", ((1, 20), (3, 5)), 4, 2, 32, 16, dtype="float32", cache_dtype="float32")
+ROOF = {"copy_bytes_per_s": 2e9, "read_bytes_per_s": 1e9, "flops_per_s": 1e9}
+
+
+def test_a_case_costs_what_a_hand_count_says():
+    # One query over 20 keys; three over 3, 4 and 5. Two products of 32 channels, 2 FLOP each, 4 heads.
+    assert SMALL.flops == (20 + 3 + 4 + 5) * 2 * 2 * 32 * 4
+    # 25 keys and values of 2 heads of 32 float32; 4 queries and 4 outputs of 4 heads.
+    assert SMALL.kv_bytes == 25 * 2 * 2 * 32 * 4
+    assert SMALL.min_bytes == SMALL.kv_bytes + 2 * 4 * 4 * 32 * 4
+
+
+def test_a_window_is_charged_for_what_it_shows():
+    case = Case("windowed", ((3, 10),), 1, 1, 32, 16, window=4, cache_dtype="float8_e4m3fn")
+    assert case.flops == 3 * 4 * 4 * 32
+    assert case.kv_bytes == 2 * 32 * (4 + 2)  # positions 4 to 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache_dtype", "expected"),
+    [
+        ("update", "bfloat16", 2 * 10 * 2 * 32 * (2 + 2)),
+        ("update", "float8_e4m3fn", 2 * 10 * 2 * 32 * (2 + 1)),
+        # beside that: 4 query heads in and out, 2 key heads out
+        ("rope", "bfloat16", 2 * 10 * 2 * 32 * (2 + 2) + 10 * 32 * (2 * 4 + 2) * 2),
+    ],
+)
+def test_a_writer_costs_what_a_hand_count_says(kind, cache_dtype, expected):
+    assert WriterCase("w", kind, 10, 4, 2, 32, 16, 8, cache_dtype=cache_dtype).min_bytes == expected
+
+
+def test_expected_rows_are_float64_attention_by_hand():
+    made = inputs.make_inputs(SMALL)
+    rows, outs = inputs.expected_rows(made)
+    assert rows == [0, 1, 2, 3]
+    row, sequence, seen = 2, 1, 4  # the second of three queries of the sequence of 5
+    key, value = (np.asarray(x, np.float64)[made.table[sequence]].reshape(-1, 2, 32)[:seen] for x in (made.key, made.value))
+    for head in range(4):
+        scores = key[:, head // 2] @ np.asarray(made.query, np.float64)[row, head] / np.sqrt(32)
+        weights = np.exp(scores - scores.max())
+        np.testing.assert_allclose(outs[row][head], weights @ value[:, head // 2] / weights.sum(), rtol=1e-4, atol=1e-6)
+
+
+def test_trace_lengths_are_the_first_contexts(tmp_path):
+    (tmp_path / "a.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,7,1\ny,300,2\nz,9,1\n")
+    (tmp_path / "b.jsonl").write_text('{"input_length": 40, "output_length": 1}\n{"input_length": 2, "output_length": 1}\n')
+    traces = cases.trace_lengths(tmp_path, count=2)
+    assert traces == {"a": [7, 300], "b": [40, 2]}
+    ragged, uniform, *_ = cases.ragged_cases(traces)
+    assert [n for _, n in ragged.lengths] == [7, 300]
+    assert abs(ragged.kv_bytes - uniform.kv_bytes) <= uniform.kv_bytes // 100
+
+
+def test_no_traces_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no .csv or .jsonl"):
+        cases.trace_lengths(tmp_path)
+
+
+def test_names_of_cases_are_unique():
+    names = [case.name for case in (*cases.GPU_CASES, *cases.WRITERS)]
+    assert len(set(names)) == len(names)
+
+
+def _broken(inputs):
+    def call(query, seq_lens, operands):
+        raise RuntimeError("no such kernel")
+
+    return JaxCall(call, ())
+
+
+def _missing(inputs):
+    raise Unavailable("not installed")
+
+
+CONTENDERS = {
+    "wrong": lambda inputs: JaxCall(lambda query, seq_lens, operands: query, ()),
+    "not a number": lambda inputs: JaxCall(lambda query, seq_lens, operands: jnp.full_like(query, jnp.nan), ()),
+    "broken": _broken,
+    "missing": _missing,
+}
+
+
+def test_a_contender_that_is_wrong_or_fails_is_a_row_without_a_time():
+    rows = {row["contender"]: row for row in measure.attention_rows(SMALL, CONTENDERS)}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "wrong": "wrong",
+        "not a number": "wrong",
+        "broken": "failed",
+        "missing": "unavailable",
+    }
+    assert all("us" not in row and row["reason"] for row in rows.values())
+    assert rows["broken"]["reason"] == "RuntimeError: no such kernel"
+
+
+def test_the_roof_is_the_slower_of_memory_and_arithmetic():
+    row = {"kind": "attention", "flops": 4000, "min_bytes": 1000}
+    assert report.floor_us(row, ROOF) == pytest.approx(4.0)
+    assert report.floor_us({**row, "flops": 10}, ROOF) == pytest.approx(1.0)
+    assert report.floor_us({**row, "flops": 0, "kind": "writer"}, ROOF) == pytest.approx(0.5)
+
+
+def test_derived_ratios_compare_the_cases_that_they_name():
+    times = {
+        "mixed 2048 + 63 x 4096": 9.0,
+        "prefill 1 x 2048": 4.0,
+        "decode 63 x 4096": 5.0,
+        "decode ragged, t": 3.0,
+        "decode uniform, t": 2.0,
+    }
+    rows = [{"case": c, "contender": "purepage x", "kind": "attention", "status": "ok", "us": us} for c, us in times.items()]
+    found = {row["name"]: row["ratio"] for row in report.derived(rows, ROOF)}
+    assert found == {"mixed batch / its parts apart": 1.0, "decode ragged, t / uniform of the same bytes": 1.5}
+
+
+def test_a_run_writes_json_and_charts_and_charges_no_machine_names(tmp_path, monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("on a GPU the command itself is run")
+    monkeypatch.setattr("benchmarks.timing.BATCHES", 1)
+    monkeypatch.setitem(__import__("benchmarks.timing").timing.BATCH_S, "cpu", 1e-3)
+    arguments = ["--tiny", "--out", str(tmp_path), "--name", "run", "--contenders", "xla"]
+    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
+    assert command.main(arguments) == 0
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert content["schema"] == report.SCHEMA
+    assert {"command", "mode", "date", "machine", "roof", "rows", "derived", "seconds"} <= set(content)
+    assert str(tmp_path) not in json.dumps(content)
+    assert content["machine"]["versions"]["jax"] == jax.__version__
+    done = [row for row in content["rows"] if row["status"] == "ok"]
+    assert {row["kind"] for row in done} == {"attention", "writer", "step"}
+    assert all(row["us"] > 0 and row["calls"] >= 1 for row in done)
+    assert all(row["relative_error"] < 1e-4 for row in done if row["kind"] != "step")
+    pytest.importorskip("matplotlib")
+    for chart in ("roofline", "bars"):
+        assert (tmp_path / f"run_{chart}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"run_{chart}.svg").read_text()
+
+
+def test_a_spent_budget_leaves_rows_that_say_so(tmp_path):
+    assert command.main(["--tiny", "--out", str(tmp_path), "--name", "run", "--budget-s", "0"]) == 0
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert rows and {row["status"] for row in rows} == {"skipped"}
