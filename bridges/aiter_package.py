@@ -21,7 +21,7 @@ from .arch import Arch, default_arch
 PACKAGE = "aiter"
 FOREIGN_ARCH = "gfx950"
 """What AITER is told where no AMD GPU is: its fp8 kind there is e4m3fn, which NVIDIA has too."""
-FOREIGN_COMPUTE_UNITS = 64
+FOREIGN_COMPUTE_UNITS = 4
 """Compute units that AITER is told under the interpreter."""
 
 

@@ -127,9 +127,7 @@ def _paged_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, 
         "returns no log-sum-exp (return_lse)" if call.return_lse else None,
         "reads a tree's bias as wide as its row stride, unmasked by rows (qq_bias)" if call.qq_bias is not None else None,
         f"no {dtype} queries" if dtype not in _FULL and not fp8_query else None,
-        "Triton's interpreter multiplies bfloat16 wrongly in AITER's kernel: float16 on a CPU"
-        if arch.platform == "cpu" and dtype == jnp.bfloat16
-        else None,
+        _interpreter_reason(dtype, arch),
         _fp8_query_reason(call, kind) if fp8_query else None,
         f"multiplies {dtype} queries by {spec.dtype} keys: one dtype, or an fp8 cache"
         if not fp8_query and not spec.is_quantized and spec.dtype != dtype
@@ -149,6 +147,15 @@ def _paged_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, 
         else None,
         f"fp8 outputs are {kind or 'none'} on {arch.name}, not {out.name}" if call.output_scale is not None and out.name != kind else None,
         f"no {out.name} outputs" if call.output_scale is None and out.itemsize == 1 else None,
+    )
+
+
+def _interpreter_reason(dtype: Any, arch: Arch) -> str | None:
+    """Triton's interpreter keeps bfloat16 as bits, and negates and multiplies these where a kernel does not widen them first."""
+    return (
+        "Triton's interpreter computes wrongly with AITER's bfloat16: float16 on a CPU"
+        if (arch.platform, dtype) == ("cpu", jnp.bfloat16)
+        else None
     )
 
 
@@ -187,6 +194,7 @@ def _rope_update(call: RopeUpdateCall, arch: Arch) -> tuple[str | None, ...]:
         *_cache_reasons(call.cache, arch, fp8=False),
         why_no_pages(spec, 1),
         f"no {call.query.dtype} queries" if call.query.dtype not in _FULL else None,
+        _interpreter_reason(call.query.dtype, arch),
         f"needs key and value of the cache's dtype {spec.dtype}" if not call.key.dtype == call.value.dtype == spec.dtype else None,
         f"no partial rotary: {rotary_dim} of {head_size} channels" if rotary_dim != head_size else None,
         f"head_size {head_size} is no power of two" if head_size & (head_size - 1) else None,

@@ -200,12 +200,12 @@ def test_nobody_is_given_aiter_on_a_cpu_who_did_not_ask_for_it():
 @on_cpu
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
 @pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC")])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
-def test_the_fused_rotary_writer_is_rotation_then_write(neox, content, order, dtype):
+def test_the_fused_rotary_writer_is_rotation_then_write(neox, content, order):
+    dtype = F16
     rng = np.random.default_rng(0)
     batch = random_batch(11, dtype=dtype, num_layers=2, block_size=48)
     table = rng.uniform(-1, 1, (70, 32)).astype(np.float32)
-    query, key, value = (np.nan_to_num(x) for x in (batch.query, batch.new_keys[1], batch.new_values[1]))
+    query, key, value = (np.where(np.isnan(x), np.zeros((), x.dtype), x) for x in (batch.query, batch.new_keys[1], batch.new_values[1]))
     slots = np.asarray(batch.metadata.slot_mapping).copy()
     slots[0] = batch.spec().num_slots
     arguments = (query, key, value, batch.positions, table, batch.cache_before(content=content, order=order), jnp.asarray(slots))

@@ -1,0 +1,28 @@
+"""`python -m purepage.selfcheck`: is every installed implementation right on this machine?
+
+Prints one line a check: passed, failed, or refused with the reason. Exits with 1 where a result is wrong. Options: names of
+implementations (default: all).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from .bridges.selfcheck import check
+    from .functional.dispatch import IMPLEMENTATIONS
+
+    parser = argparse.ArgumentParser(
+        prog="python -m purepage.selfcheck", description="Checks every installed implementation on this machine."
+    )
+    parser.add_argument("implementations", nargs="*", metavar="implementation", help=f"of {', '.join(IMPLEMENTATIONS)}; default all")
+    chosen = parser.parse_args(arguments).implementations
+    unknown = [name for name in chosen if name not in IMPLEMENTATIONS]
+    if unknown:
+        parser.error(f"unknown implementation {unknown[0]!r}: choose from {', '.join(IMPLEMENTATIONS)}")
+    return check(implementations=chosen or tuple(IMPLEMENTATIONS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
