@@ -259,8 +259,18 @@ def merge(arch):
     assert_close(out["lse"], wanted_lse, dtype="lse")
 
 
+def teach(emulator):
+    """Two instructions of RDNA that its table has for floats alone: max(min(a, b), c) and min(max(a, b), c) of integers."""
+    for suffix, kind in (("i32", "i"), ("u32", "u")):
+        emulator.CG.T.setdefault(f"minmax_{suffix}", (kind, kind * 3, "np.maximum(np.minimum({0},{1}),{2})"))
+        emulator.CG.T.setdefault(f"maxmin_{suffix}", (kind, kind * 3, "np.minimum(np.maximum({0},{1}),{2})"))
+
+
 def main(arch, folder, only=""):
     sys.path.insert(0, folder)
+    from amdemu import gcnemu
+
+    teach(gcnemu)
     for name, check in CASES.items():
         if only in name:
             try:
