@@ -87,15 +87,21 @@ def floor_us(row: Row, roof: Row) -> float | None:
     return max(row["min_bytes"] / rate, by_flops) * 1e6
 
 
+def rate(per_second: float, unit: str) -> str:
+    """ "4.18 TB/s", "48.2 GFLOP/s"."""
+    prefix, scale = ("T", 1e12) if per_second >= 2e11 else ("G", 1e9)
+    return f"{per_second / scale:.4g} {prefix}{unit}"
+
+
 def line(row: Row, roof: Row) -> str:
     head = f"{row['case']:42} {row['contender']:36}"
     if row["status"] != "ok":
         return f"{head} {row['status']}: {row['reason'].splitlines()[0][:120] if row.get('reason') else ''}"
     text = f"{head} {row['us']:10.1f} us"
     if row.get("bytes_per_s"):
-        text += f" {row['bytes_per_s'] / 1e12:7.3f} TB/s"
+        text += f" {rate(row['bytes_per_s'], 'B/s'):>12}"
     if row.get("flops_per_s"):
-        text += f" {row['flops_per_s'] / 1e12:7.2f} TFLOP/s"
+        text += f" {rate(row['flops_per_s'], 'FLOP/s'):>15}"
     floor = floor_us(row, roof)
     if floor:
         text += f"  roof {floor:9.1f} us = {floor / row['us']:4.0%}"
@@ -110,8 +116,8 @@ def table(rows: list[Row], roof: Row) -> str:
     """All rows; a line of the roof first."""
     lines = []
     if roof:
-        names = (("copy_bytes_per_s", "copy", "TB/s"), ("read_bytes_per_s", "read", "TB/s"), ("flops_per_s", "matmul", "TFLOP/s"))
-        lines.append("roof: " + ", ".join(f"{label} {roof[key] / 1e12:.3f} {unit}" for key, label, unit in names if roof.get(key)))
+        names = (("copy_bytes_per_s", "copy", "B/s"), ("read_bytes_per_s", "read", "B/s"), ("flops_per_s", "matmul", "FLOP/s"))
+        lines.append("roof: " + ", ".join(f"{label} {rate(roof[key], unit)}" for key, label, unit in names if roof.get(key)))
     lines += [line(row, roof) for row in rows if row["status"] != "unavailable"]
     missing = {row["contender"]: row["reason"].splitlines()[0] for row in rows if row["status"] == "unavailable"}
     lines += [f"not timed everywhere: {name}: {reason[:150]}" for name, reason in missing.items()]
@@ -205,7 +211,7 @@ def _roofline(rows: list[Row], head: Row, peers: list[str]) -> Any:
         ridge = roof["flops_per_s"] / roof["read_bytes_per_s"]
         xs = sorted({low, min(max(ridge, low), high), high})
         axes.plot(xs, [min(x * roof["read_bytes_per_s"], roof["flops_per_s"]) / 1e12 for x in xs], color="black", linewidth=1.2)
-        label = f"read {roof['read_bytes_per_s'] / 1e12:.3g} TB/s, matmul {roof['flops_per_s'] / 1e12:.3g} TFLOP/s, measured"
+        label = f"read {rate(roof['read_bytes_per_s'], 'B/s')}, matmul {rate(roof['flops_per_s'], 'FLOP/s')}, measured"
         axes.set_title(f"{head['machine']['device']}\nroof: {label}", fontsize=10)
     seen = set()
     for row, x in zip(points, intensity, strict=True):
