@@ -22,7 +22,7 @@ from jaxtyping import Array
 from ..functional.cache import CacheSpec
 from ..functional.calls import PagedAttentionCall
 from . import aiter_package as package
-from .aiter_rules import SPLIT_KERNEL_FROM, finite_cache_promised, refusals, takes_score_scale
+from .aiter_rules import SPLIT_KERNEL_FROM, finite_cache_promised, recording_allowed, refusals, takes_score_scale
 from .aiter_views import Pages, page_table, pages, window_table
 from .aiter_writers import (
     qk_norm_mrope_and_update_cache,
@@ -92,7 +92,9 @@ def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
     operator, arrays, rows = plan_unified_attention(call)
     shape = (arrays["query"].shape[0], *call.query.shape[1:])
     # The split kernel and an output scale allocate through torch, which a recorded command buffer must not depend on.
-    (out,) = call_torch(operator, [arrays[name] for name in operator.names], [jax.ShapeDtypeStruct(shape, call.output_dtype)])
+    record = recording_allowed() and operator.max_seq_len <= SPLIT_KERNEL_FROM and call.output_scale is None
+    results = [jax.ShapeDtypeStruct(shape, call.output_dtype)]
+    (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)
     sequence, visible = _rows(call)
     if rows == "sequences":
         out = jnp.take(out, sequence, axis=0)

@@ -28,6 +28,18 @@ _PLATFORM_FP8 = {"gfx942": "float8_e4m3fnuz", "gfx940": "float8_e4m3fnuz", "gfx9
 """fp8 kinds where vLLM, AITER's Triton and its HIP code agree and the hardware has it. gfx12: they disagree from release to release."""
 
 
+RECORD_VARIABLE = "PUREPAGE_AITER_COMMAND_BUFFER"
+"""Environment variable: 1 lets XLA record operators that allocate nothing into its command buffers. They must have run once in the process
+with the same shapes, unrecorded: AITER's kernels compile when first called, which a recording does not survive."""
+
+_HIP_ARCHS = ("gfx942", "gfx950")
+"""What AITER's HIP code is written for."""
+
+
+def recording_allowed() -> bool:
+    return os.environ.get(RECORD_VARIABLE) == "1"
+
+
 def finite_cache_promised() -> bool:
     return os.environ.get(FINITE_VARIABLE) == "1"
 
@@ -67,6 +79,9 @@ def refusals(operation: str, call: Any, by_name: bool) -> tuple[str, ...]:
 def rule_refusals(operation: str, call: Any, by_name: bool, arch: Arch) -> tuple[str, ...]:
     """What the operator itself can't do on an architecture, wherever it is asked."""
     reasons = _RULES[operation](call, arch)
+    name = operator_of(operation, call)
+    if package.OPERATORS[name].hip and arch.name not in _HIP_ARCHS:
+        reasons = (f"{name} is HIP code for {' and '.join(_HIP_ARCHS)}, not {arch.name}", *reasons)
     if not by_name and operation == "paged_attention":
         reasons = (*reasons, *_declined(call))
     return tuple(reason for reason in reasons if reason)

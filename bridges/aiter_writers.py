@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from ..functional.cache import CacheSpec, KVCache
 from ..functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, RotaryCall, UpdateCacheCall
 from . import aiter_package as package
+from .aiter_rules import recording_allowed
 from .aiter_views import Pages, pages
 from .callback import call_torch
 
@@ -86,7 +87,8 @@ def rope_and_update_cache(call: RopeUpdateCall) -> tuple[Array, Array, KVCache]:
     positions = jnp.arange(table.shape[0], dtype=jnp.int32)
     inputs = [call.query, call.key, call.value, slots, positions, table[:, :half], table[:, half:], call.cache.data]
     operator = RopeAndCache(view, spec.dtype.name, call.is_neox)
-    query, key, data = call_torch(operator, inputs, [_struct(x) for x in (call.query, call.key, call.cache.data)], aliases={7: 2})
+    results = [_struct(x) for x in (call.query, call.key, call.cache.data)]
+    query, key, data = call_torch(operator, inputs, results, aliases={7: 2}, command_buffer=recording_allowed())
     _, unwritten = xla.rotary_embedding(
         RotaryCall(positions=call.positions, query=call.key, key=call.key, cos_sin_cache=call.cos_sin_cache, is_neox=call.is_neox)
     )
