@@ -1,18 +1,21 @@
 """Three small kernels as `Program`s, for the tests of the bridges: an element-wise one, a scatter into a pool, two launches with scratch.
 
-On a GPU they are compiled, elsewhere interpreted: the same tests serve both.
+On a GPU they are compiled, elsewhere interpreted: the same tests serve both. Tests that import this are skipped where Triton or torch,
+which its launches take, is missing.
 """
 
 import os
 
 import jax
+import pytest
+from purepage.kernels.launch import Buffer, Launch, Program
 
 if jax.default_backend() == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import triton
-import triton.language as tl
-from purepage.kernels.launch import Buffer, Launch, Program
+pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 _HERE = "bridge_kernels"
 
