@@ -169,11 +169,14 @@ def test_the_same_tokens_after_another_prefix_are_not_shared():
     assert plan.shared_tokens == 0
 
 
-def test_a_sequence_that_could_outgrow_the_cache_or_the_model_is_refused():
+def test_a_sequence_that_cannot_run_is_refused():
     with pytest.raises(ValueError, match="may reach 17 tokens: it must be at most 16"):
         scheduler(num_blocks=4).add(Sequence(tuple(range(10)), 7))
     with pytest.raises(ValueError, match="may reach 33 tokens: it must be at most 32"):
         scheduler(max_seq_len=32).add(Sequence((1,), 32))
+    for wrong in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": 2**31}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+            scheduler().add(Sequence((1,), 1, **wrong))
     with pytest.raises(ValueError, match="0 prompt tokens"):
         scheduler().add(Sequence((), 3))
     with pytest.raises(ValueError, match="max_tokens is 3: it must be at least max_seqs"):

@@ -199,12 +199,31 @@ def test_replies_stream_in_order_and_never_show_half_a_character(tokenizer, caps
     assert "".join(seen) == "\n> first\na 𓂀 b ...\n\n> second\nx ...\n"
 
 
-def test_the_command_prints_text_speed_and_cache_use(capsys):
+def test_the_command_prints_text_speed_and_cache_use(loaded, monkeypatch, capsys):
+    monkeypatch.setattr(command, "read_weights", lambda *_: loaded[1])
     command.main(["--max-tokens=6", "--max-seqs=2", "--max-seq-len=64", "--chunk=48", "--cache-dtype=fp8", REPLIES[4]["prompt"]])
     out = capsys.readouterr().out
     assert f"> {REPLIES[4]['prompt']}\nThe answer to" in out
     for part in ("tokens/s", "blocks of 16 tokens used", "KVCache(float8_e4m3fn["):
         assert part in out
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--content=flash"], "ROCM_ATTN serves 'xpacked'"),
+        (["--block-size=20"], "multiple of 16"),
+        (["--max-tokens=600"], "it must be at most 512"),
+        (["--chunk=2"], "at least max_seqs"),
+        (["--top-p=0"], "top_p above 0"),
+        (["--implementation=pallas"], "pallas can't serve"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_the_command_says_what_does_not_fit(loaded, monkeypatch, options, why):
+    monkeypatch.setattr(command, "read_weights", lambda *_: loaded[1])
+    with pytest.raises(SystemExit, match="don't fit together: .*" + why):
+        command.main([*options, "Hello"])
 
 
 def test_the_fixture_is_what_transformers_generates(tokenizer):

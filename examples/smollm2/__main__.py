@@ -11,6 +11,8 @@ from purepage.functional.cache import format_bytes
 from purepage.functional.fp8 import KV_CACHE_DTYPES
 from purepage.functional.layout import CONTENTS, ORDERS
 
+import purepage as pp
+
 from .engine import BACKENDS, Engine
 from .scheduler import Sequence
 from .tokenizer import ChatTokenizer, read_tokenizer
@@ -19,7 +21,7 @@ from .weights import find_gguf, read_config, read_weights
 PROMPTS = (
     "Why is the sky blue?",
     "Write a short poem about the sea at night.",
-    "What is the capital of Italy?",
+    "What is the capital of France?",
     "Explain how a bicycle stays upright when it moves.",
     "Tell me a story about a lighthouse keeper.",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -85,41 +87,46 @@ def main(arguments: list[str]) -> None:
     reader = GGUFReader(find_gguf())
     tokenizer, config = read_tokenizer(reader), read_config(reader)
     weights = read_weights(reader, config, jnp.dtype(options.dtype))
-    engine = Engine(
-        config,
-        weights,
-        backend=options.backend,
-        implementation=options.implementation,
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        cache_dtype=options.cache_dtype,
-        content=options.content,
-        order=options.order,
-        max_seqs=options.max_seqs,
-        max_tokens=options.chunk,
-        max_seq_len=options.max_seq_len,
-        share_prefixes=not options.no_sharing,
-    )
-    where = jax.devices()[0].platform
-    print(f"SmolLM2-135M-Instruct, {options.dtype}, {options.backend} on {where}, loaded in {time.perf_counter() - start:.1f} s")
-    print(engine.cache)
-    start = time.perf_counter()
-    engine.warm_up()
-    print(f"two steps compiled in {time.perf_counter() - start:.1f} s")
-    sequences = [
-        Sequence(
-            tuple(tokenizer.encode_chat(prompt)),
-            options.max_tokens,
-            stop_id=tokenizer.stop_id,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed + i,
+    try:
+        engine = Engine(
+            config,
+            weights,
+            backend=options.backend,
+            implementation=options.implementation,
+            block_size=options.block_size,
+            num_blocks=options.num_blocks,
+            cache_dtype=options.cache_dtype,
+            content=options.content,
+            order=options.order,
+            max_seqs=options.max_seqs,
+            max_tokens=options.chunk,
+            max_seq_len=options.max_seq_len,
+            share_prefixes=not options.no_sharing,
         )
-        for i, prompt in enumerate(prompts)
-    ]
+        sequences = [
+            Sequence(
+                tuple(tokenizer.encode_chat(prompt)),
+                options.max_tokens,
+                stop_id=tokenizer.stop_id,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                seed=options.seed + i,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        for sequence in sequences:
+            engine.scheduler.add(sequence)
+        where = jax.devices()[0].platform
+        print(f"SmolLM2-135M-Instruct, {options.dtype}, {options.backend} on {where}, loaded in {time.perf_counter() - start:.1f} s")
+        print(engine.cache)
+        start = time.perf_counter()
+        engine.warm_up()
+    except (ValueError, pp.UnsupportedError) as error:
+        sys.exit(f"these options don't fit together: {error}")
+    print(f"two steps compiled in {time.perf_counter() - start:.1f} s")
     printer = Printer(sequences, prompts, tokenizer)
     start, steps = time.perf_counter(), 0
-    for _ in engine.generate(sequences):
+    for _ in engine.generate():
         steps += 1
         printer.show()
     report(engine, sequences, steps, time.perf_counter() - start)

@@ -85,8 +85,8 @@ class Engine:
         for decoding in (True, False):
             self._run([], decoding)
 
-    def generate(self, sequences: Iterable[Sequence]) -> Iterator[list[Sequence]]:
-        """Runs `sequences` to their ends; after each step, yields those that have a new token."""
+    def generate(self, sequences: Iterable[Sequence] = ()) -> Iterator[list[Sequence]]:
+        """Runs `sequences`, and those that wait already, to their ends; after each step, yields those that have a new token."""
         for sequence in sequences:
             self.scheduler.add(sequence)
         while not self.scheduler.done:

@@ -162,12 +162,17 @@ class Scheduler:
         """Queues a sequence.
 
         Raises:
-          ValueError: it has no prompt, or could outgrow the model or the whole cache.
+          ValueError: it has no prompt, samples in no way that makes sense, or could outgrow the model or the whole cache.
         """
         if not sequence.prompt or sequence.max_tokens < 1:
             raise ValueError(
                 f"a sequence of {len(sequence.prompt)} prompt tokens and {sequence.max_tokens} more: it must have one of each at least"
             )
+        if not (0 <= sequence.temperature < float("inf") and 0 < sequence.top_p <= 1):
+            how = f"temperature {sequence.temperature}, top_p {sequence.top_p}"
+            raise ValueError(f"{how}: a temperature must be finite and at least 0, a top_p above 0 and at most 1")
+        if not -(2**31) <= sequence.seed < 2**31:
+            raise ValueError(f"seed is {sequence.seed}: it must fit in 32 bits")
         longest = len(sequence.prompt) + sequence.max_tokens
         most = min(self.max_seq_len, self.pool.num_blocks * self.pool.block_size)
         if longest > most:
