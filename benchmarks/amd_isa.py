@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from purepage.functional.cache import CacheSpec
+from purepage.functional.errors import UnsupportedError
 from purepage.kernels.launch import Program
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention, shared_bytes
 from purepage.kernels.triton.encoder_plan import EncoderShape, plan_encoder_attention
@@ -212,9 +213,17 @@ class Row:
     needs: Needs
 
 
+def _planned(plan: Callable[[str], Program], arch: str) -> Program:
+    """The program; one without launches where the plan refuses the arch."""
+    try:
+        return plan(arch)
+    except UnsupportedError as error:
+        return Program(str(error), (), (), (), (), ())
+
+
 def rows_of(variants: Mapping[str, Callable[[str], Program]], archs: tuple[str, ...], processes: int) -> Iterator[Row]:
     """Compiles each kernel of each variant for each arch; a kernel that several variants share has a row under each."""
-    named = [(name, job) for arch in archs for name, plan in variants.items() for job in jobs_of(plan(arch), arch)]
+    named = [(name, job) for arch in archs for name, plan in variants.items() for job in jobs_of(_planned(plan, arch), arch)]
     needs = compile_for([job for _, job in named], cache_dir=CACHE, processes=processes)
     return (Row(name, job, need) for (name, job), need in zip(named, needs, strict=True))
 
@@ -272,6 +281,9 @@ def table(rows: list[Row]) -> str:
     ]
     for arch in dict.fromkeys(row.job.arch for row in rows):
         text += ["", f"## {arch}", "", f"| variant | kernel | tile | {' | '.join(COLUMNS)} |", "|---|---|---|" + "---:|" * len(COLUMNS)]
+        refused = [f"{name}: {why}" for name, plan in VARIANTS.items() if (why := _planned(plan, arch).name).startswith("triton:")]
+        if refused:
+            text[-2:-2] = ["", "Refused by the plan, XLA serves them: " + "; ".join(refused) + "."]
         for row in rows:
             if row.job.arch != arch:
                 continue

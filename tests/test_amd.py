@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from purepage.functional.errors import UnsupportedError
 from purepage.kernels import verify
 from purepage.kernels.tuning.archs import FNUZ, OCP, arch_facts
 from purepage.kernels.verify import compile_for, jobs_of
@@ -64,3 +65,9 @@ def test_a_kernel_is_compiled_once(monkeypatch):
     monkeypatch.setattr(verify, "_Compiler", None)
     assert compile_for([job], cache_dir=CACHE) == first[:1]
     assert first[0] == first[1] and first[0].arch == "gfx942"
+
+
+@pytest.mark.parametrize("arch", ("gfx1100", "gfx1151"))
+def test_heads_that_spill_whatever_the_tile_are_refused_by_the_plan(arch):
+    with pytest.raises(UnsupportedError, match=f"head sizes up to 256 on {arch}, not 512"):
+        attention(512)(arch)

@@ -1,13 +1,13 @@
 """Plans of paged attention: shapes in, launches out. Needs no Triton and no GPU."""
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
 from ..launch import Buffer, Launch, Program
 from ..tuning.archs import Arch, arch_facts, over_limits
-from ..tuning.attention import SPLIT, TILED, SplitRow, TiledRow, row_for, smaller
+from ..tuning.attention import SPLIT, TILED, SplitRow, TiledRow, narrowed, row_for, smaller
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 TILED_KERNEL = "purepage.kernels.triton.attention:paged_attention_tiled"
@@ -159,30 +159,18 @@ def plan_paged_attention(
     """
     facts = arch_facts(arch)
     cus = num_cus or facts.num_cus
-    spec, pad = shape.cache, shape.head_pad
+    spec = shape.cache
     inputs = _inputs(shape)
     outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, spec.head_size), shape.output_dtype)}
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
-    split_row = _fit(
-        shape,
-        facts,
-        _narrowed(row_for(SPLIT, arch, pad, quantized=spec.is_quantized), shape),
-        split,
-        lambda row: _split_rows(shape, row)[2],
-    )
+    split_row = _fit(shape, facts, _row(SPLIT, shape, facts), split, lambda row: _split_rows(shape, row)[2])
     split_tokens = _split_rows(shape, split_row)[1]
     uses_tiled = shape.max_query_len > split_tokens
     if uses_tiled and shape.num_seqs == 1:
         split_tokens = 0  # the one sequence is a prefill
-    tiled_row = _fit(
-        shape,
-        facts,
-        _narrowed(row_for(TILED, arch, pad, quantized=spec.is_quantized), shape),
-        tiled,
-        lambda row: _tiled_rows(shape, row)[2],
-    )
+    tiled_row = _fit(shape, facts, _row(TILED, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
 
     names = {**inputs, **outputs}
     common = _common_constants(shape, facts)
@@ -203,13 +191,9 @@ def plan_paged_attention(
     )
 
 
-def _narrowed(row: Any, shape: PagedAttentionShape) -> Any:
-    """float32 has no matrix unit worth the name here: small tiles, or the operands fill the registers."""
-    if shape.compute_dtype != "float32":
-        return row
-    if isinstance(row, TiledRow):
-        return replace(row, rows=min(row.rows, 32), tile=min(row.tile, 32), num_stages=1, measured=None)
-    return replace(row, tile=min(row.tile, 32), max_rows=min(row.max_rows, 32), num_stages=min(row.num_stages, 2), measured=None)
+def _row(tables: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
+    row = row_for(tables, arch.name, shape.head_pad, quantized=shape.cache.is_quantized)
+    return narrowed(row, arch, float32=shape.compute_dtype == "float32", biased=shape.qq_bias is not None)
 
 
 def _tiled_rows(shape: PagedAttentionShape, row: TiledRow) -> tuple[int, int, int]:

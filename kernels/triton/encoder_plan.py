@@ -1,12 +1,12 @@
 """Plan of encoder attention. Needs no Triton and no GPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
 from ..launch import Buffer, Launch, Program
 from ..tuning.archs import Arch, arch_facts, over_limits
-from ..tuning.attention import TILED, TiledRow, row_for, smaller
+from ..tuning.attention import TILED, TiledRow, narrowed, row_for, smaller
 from .attention_plan import PagedAttentionShape, ceil_div, next_power_of_two, shared_bytes
 
 ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention_kernel"
@@ -46,10 +46,8 @@ def _heads_and_rows(shape: EncoderShape, row: TiledRow) -> tuple[int, int]:
 
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: TiledRow | None) -> TiledRow:
-    """The override, or the tables' row of paged attention, made smaller until it keeps the arch's limits."""
-    row = override or row_for(TILED, arch.name, shape.head_pad)
-    if override is None and shape.dtype == "float32":  # no matrix unit worth the name: large operands would fill the registers
-        row = replace(row, rows=min(row.rows, 32), tile=min(row.tile, 32), num_stages=1, measured=None)
+    """The override, or the tables' row, made smaller until it keeps the arch's limits."""
+    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad), arch, float32=shape.dtype == "float32")
     while True:
         why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
         if why is None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ...functional.errors import UnsupportedError
+from .archs import Arch
+
 Options = tuple[tuple[str, int], ...]
 
 
@@ -54,28 +57,28 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "sm_90 fp8": {128: TiledRow(128, 128, 8, 3, measured="H200: best of sixteen at 1x8192, D 128")},
     "sm_80": {64: TiledRow(128, 64, 4, 3), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 32, 4, 2), 512: TiledRow(32, 32, 4, 1)},
     "gfx90a": {
-        64: TiledRow(128, 64, 4, 1, WAVES_2),
-        128: TiledRow(128, 64, 4, 1),
+        64: TiledRow(64, 64, 4, 1, WAVES_2),
+        128: TiledRow(128, 32, 4, 1),
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 16, 4, 1),
     },
     "gfx942": {
-        64: TiledRow(128, 64, 4, 1, WAVES_2),
-        128: TiledRow(128, 64, 4, 1),
+        64: TiledRow(64, 64, 4, 1, WAVES_2),
+        128: TiledRow(128, 32, 4, 1),
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 16, 4, 1),
     },
     "gfx950": {
-        64: TiledRow(128, 64, 4, 2, WAVES_2),
-        128: TiledRow(128, 64, 4, 2),
-        256: TiledRow(64, 64, 4, 1),
+        64: TiledRow(64, 64, 4, 2, WAVES_2),
+        128: TiledRow(64, 64, 4, 2),
+        256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 32, 4, 1),
     },
-    "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 8, 1)},
-    "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 8, 1)},
-    "gfx1201": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 32, 8, 1), 512: TiledRow(16, 16, 8, 1)},
-    "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 64, 8, 2), 512: TiledRow(32, 32, 8, 2)},
-    "cpu": {512: TiledRow(16, 16, 1, 1)},
+    "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 16, 1, reload_query=True)},
+    "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 16, 1, reload_query=True)},
+    "gfx1201": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 16, 1)},
+    "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 32, 8, 2), 256: TiledRow(64, 32, 8, 2), 512: TiledRow(32, 32, 8, 2)},
+    "cpu": {4096: TiledRow(16, 16, 1, 1)},
 }
 """Row of the smallest head size at or above the one at hand."""
 
@@ -90,19 +93,42 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "gfx90a": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
     "gfx942": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
     "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
-    "gfx1100": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 4, 1, 4, 32), 512: SplitRow(16, 8, 1, 4, 16)},
-    "gfx1151": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 4, 1, 4, 32), 512: SplitRow(16, 8, 1, 4, 16)},
-    "gfx1201": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(32, 4, 1, 4, 32), 512: SplitRow(16, 8, 1, 4, 16)},
+    "gfx1100": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
+    "gfx1151": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
+    "gfx1201": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 8, 1, 4, 16), 512: SplitRow(16, 8, 1, 4, 16)},
     "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(32, 8, 2, 2, 32)},
-    "cpu": {512: SplitRow(16, 1, 1, 2, 128)},
+    "cpu": {4096: SplitRow(16, 1, 1, 2, 128)},
 }
 
 
 def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *, quantized: bool = False) -> Row:
-    """The row of the smallest head size in the arch's table that is not below `head_pad`; fp8 caches may have rows of their own."""
+    """The row of the smallest head size in the arch's table that is not below `head_pad`; fp8 caches may have rows of their own.
+
+    Raises:
+      UnsupportedError: the table ends below `head_pad`.
+    """
     own = tables.get(f"{arch} fp8", {}) if quantized else {}
     table = own if any(size >= head_pad for size in own) else tables[arch]
-    return table[min((size for size in table if size >= head_pad), default=max(table))]
+    if head_pad > max(table):
+        raise UnsupportedError(f"triton: head sizes up to {max(table)} on {arch}, not {head_pad}: no tile fits the registers")
+    return table[min(size for size in table if size >= head_pad)]
+
+
+def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False) -> Row:
+    """The row for calls whose tiles need more registers than those that the tables are for.
+
+    float32 has no matrix unit worth the name, and none at all on RDNA: its operands fill the registers. On AMD a bias between query tokens
+    takes a tile of pointers.
+    """
+    if float32:
+        most = 16 if arch.matrix == "wmma" else 32
+        row = replace(row, tile=min(row.tile, most), measured=None)
+        if isinstance(row, TiledRow):
+            return replace(row, rows=min(row.rows, most), num_stages=1)
+        return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2))
+    if biased and arch.vendor == "amd":
+        return replace(row, tile=max(16, row.tile // 2), measured=None)
+    return row
 
 
 def smaller(row: Row) -> Row | None:
