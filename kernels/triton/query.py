@@ -50,8 +50,9 @@ def reload_query(
 
     Where wide heads leave no registers to keep the rows in, they come from the cache with every tile.
     """
-    # No tile's number has 30 bits, which the compiler can't know: it would load once, ahead of the loop, and spill.
+    # No tile's number has 30 bits, which the compiler can't know: it would load once, ahead of the loop, and spill. HEAD_PAD keeps the
+    # pointer aligned.
     q, _ = load_query(
-        source[0] + (tile >> 30), source[1], source[2], source[3], KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD
+        source[0] + (tile >> 30) * HEAD_PAD, source[1], source[2], source[3], KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD
     )  # fmt: skip
     return q

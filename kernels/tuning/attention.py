@@ -74,8 +74,8 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 32, 4, 1),
     },
-    "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 16, 1, reload_query=True)},
-    "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 16, 1, reload_query=True)},
+    "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 8, 1, reload_query=True)},
+    "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 8, 1, reload_query=True)},
     "gfx1201": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 16, 1)},
     "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 32, 8, 2), 256: TiledRow(64, 32, 8, 2), 512: TiledRow(32, 32, 8, 2)},
     "cpu": {4096: TiledRow(16, 16, 1, 1)},
@@ -95,7 +95,7 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
     "gfx1100": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
     "gfx1151": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
-    "gfx1201": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 8, 1, 4, 16), 512: SplitRow(16, 8, 1, 4, 16)},
+    "gfx1201": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 8, 1, 4, 16), 512: SplitRow(16, 8, 1, 4, 16, reload_query=True)},
     "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(32, 8, 2, 2, 32)},
     "cpu": {4096: SplitRow(16, 1, 1, 2, 128)},
 }
@@ -121,8 +121,8 @@ def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False) -> Ro
     takes a tile of pointers.
     """
     if float32:
-        most = 16 if arch.matrix == "wmma" else 32
-        row = replace(row, tile=min(row.tile, most), measured=None)
+        most, waves = (16, 8) if arch.matrix == "wmma" else (32, 1)
+        row = replace(row, tile=min(row.tile, most), num_warps=max(row.num_warps, waves), measured=None)
         if isinstance(row, TiledRow):
             return replace(row, rows=min(row.rows, most), num_stages=1)
         return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2))
