@@ -157,14 +157,19 @@ def outcomes(grid: Sequence[Case], implementations: Iterable[str] = tuple(IMPLEM
 
 
 def check(
-    *, implementations: Iterable[str] = tuple(IMPLEMENTATIONS), grid: Sequence[Case] | None = None, write: Callable[[str], Any] = print
+    *,
+    implementations: Iterable[str] = tuple(IMPLEMENTATIONS),
+    grid: Sequence[Case] | None = None,
+    only: str = "",
+    write: Callable[[str], Any] = print,
 ) -> int:
-    """Prints the table as it grows. Returns 1 where a result was wrong or nothing passed at all, else 0."""
+    """Prints the table as it grows, of the cases with `only` in their name; returns 1 where a result was wrong or none was right, else 0."""
     arch = default_arch()
     device = jax.local_devices()[0]
     write(f"purepage self-check on {device.platform} {device.device_kind}, {arch.name}, jax {jax.__version__}")
     found = []
-    for result in outcomes(cases(arch) if grid is None else grid, implementations):
+    grid = [case for case in (cases(arch) if grid is None else grid) if only in case.name]
+    for result in outcomes(grid, implementations):
         write(f"{result.implementation:7} {result.verdict:8} {result.case:34} {result.detail[:300]}".rstrip())
         found.append(result)
     counts = {verdict: sum(result.verdict == verdict for result in found) for verdict in (PASSED, FAILED, REFUSED)}

@@ -1,7 +1,7 @@
 """`python -m purepage.selfcheck`: is every installed implementation right on this machine?
 
-Prints one line a check: passed, failed, or refused with the reason. Exits with 1 where a result is wrong. Options: names of
-implementations (default: all).
+Prints one line a check: passed, failed, or refused with the reason. Exits with 1 where a result is wrong. Give names of
+implementations to check these only.
 """
 
 import argparse
@@ -17,11 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m purepage.selfcheck", description="Checks every installed implementation on this machine."
     )
     parser.add_argument("implementations", nargs="*", metavar="implementation", help=f"of {', '.join(IMPLEMENTATIONS)}; default all")
-    chosen = parser.parse_args(arguments).implementations
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with this in their name")
+    given = parser.parse_args(arguments)
+    chosen = given.implementations
     unknown = [name for name in chosen if name not in IMPLEMENTATIONS]
     if unknown:
         parser.error(f"unknown implementation {unknown[0]!r}: choose from {', '.join(IMPLEMENTATIONS)}")
-    return check(implementations=chosen or tuple(IMPLEMENTATIONS))
+    return check(implementations=chosen or tuple(IMPLEMENTATIONS), only=given.cases)
 
 
 if __name__ == "__main__":
