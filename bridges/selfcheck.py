@@ -163,7 +163,7 @@ def check(
     only: str = "",
     write: Callable[[str], Any] = print,
 ) -> int:
-    """Prints the table as it grows, of the cases with `only` in their name; returns 1 where a result was wrong or none was right, else 0."""
+    """Prints the table as it grows, of the cases with `only` in their name; returns 1 where a result was wrong or none right, else 0."""
     arch = default_arch()
     device = jax.local_devices()[0]
     write(f"purepage self-check on {device.platform} {device.device_kind}, {arch.name}, jax {jax.__version__}")
