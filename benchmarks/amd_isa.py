@@ -251,10 +251,11 @@ def faults(row: Row) -> list[str]:
         found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
     if not needs.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
         found.append("no matrix instruction")
-    # A tile of keys and one of values in each of two loops (with and without masks), and the query once; a thread loads 16 bytes at a time.
+    # A tile of keys and one of values in each of two loops (with and without masks), and the query once: 16 bytes a thread at a time, where
+    # there are as many for each thread.
     threads = launch.num_warps * limits.wave_size
     wide = sum(
-        times * max(1, elements * constants["HEAD_PAD"] * jnp.dtype(kind).itemsize // (16 * threads))
+        times * (elements * constants["HEAD_PAD"] * jnp.dtype(kind).itemsize // (16 * threads))
         for times, elements, kind in ((4, constants["TILE"], stored), (1, constants["ROWS"], query))
     )
     if dict(needs.loads).get(128, 0) < wide:
