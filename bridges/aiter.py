@@ -93,11 +93,14 @@ def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
     shape = (arrays["query"].shape[0], *call.query.shape[1:])
     # The split kernel and an output scale allocate through torch, which a recorded command buffer must not depend on.
     record = recording_allowed() and operator.max_seq_len <= SPLIT_KERNEL_FROM and call.output_scale is None
-    results = [jax.ShapeDtypeStruct(shape, call.output_dtype)]
+    late_scale = _scales_values_late(call)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32 if late_scale else call.output_dtype)]
     (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)
     sequence, visible = _rows(call)
     if rows == "sequences":
         out = jnp.take(out, sequence, axis=0)
+    if late_scale:
+        out = (out * call.cache.v_scale[call.layer]).astype(call.output_dtype)
     return jnp.where(visible[:, None, None], out, jnp.zeros((), out.dtype)), None
 
 
@@ -169,8 +172,16 @@ def _scales(call: PagedAttentionCall, spec: CacheSpec) -> dict[str, Array]:
     if spec.is_quantized:
         key = call.cache.k_scale[call.layer]
         scales["k_descale"] = (key if factor is None else key * factor).reshape(1)
-        scales["v_descale"] = call.cache.v_scale[call.layer].reshape(1)
+        value = call.cache.v_scale[call.layer].reshape(1)
+        scales["v_descale"] = jnp.ones_like(value) if _scales_values_late(call) else value
     return scales
+
+
+def _scales_values_late(call: PagedAttentionCall) -> bool:
+    """Releases that take no score scale round every value to the query's dtype after its scale: there the scale of an fp8 cache is applied
+    to a float32 output instead, and nothing is rounded twice. Keys they round all the same.
+    """
+    return call.cache.spec.is_quantized and call.output_scale is None and not takes_score_scale()
 
 
 def _rows(call: PagedAttentionCall) -> tuple[Array, Array]:

@@ -105,7 +105,7 @@ def test_an_fp8_cache_is_multiplied_by_its_layers_scales_once(kind):
 def test_a_traced_scale_goes_with_the_scales_of_an_fp8_cache_and_is_refused_without():
     batch = random_batch(7, dtype=F16, cache_dtype=E4M3)
     attend = jax.jit(lambda scale: pp.paged_attention(batch.query, batch.cache(), batch.metadata, scale=scale, implementation="aiter"))
-    # AITER rounds each key and value to the query's dtype once its scale is in, hence the wider tolerance
+    # AITER rounds each key to the query's dtype once its scale is in, hence the wider tolerance
     assert_close(attend(jnp.float32(0.4)), batch.reference(scale=0.4)[0], dtype=F16, compute_dtype=BF16)
     batch = random_batch(7, dtype=F16)
     with pytest.raises(pp.UnsupportedError, match="traced scale"):
