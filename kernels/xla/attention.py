@@ -10,9 +10,15 @@ from jaxtyping import Array, Float, Int
 from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize
-from purepage.kernels.xla.tiles import Items, Problem, attend, operand_dtype
+from purepage.kernels.xla.tiles import SMALL_QUERIES, Items, Problem, attend, operand_dtype
 
 CHUNK_TOKENS = 512
+CPU_PREFILL_CHUNK_TOKENS = 128
+"""A CPU multiplies smaller matrices as fast, and a causal mask hides less of a smaller chunk."""
+
+
+def _chunk_tokens(max_query_len: int, platform: str) -> int:
+    return CPU_PREFILL_CHUNK_TOKENS if platform == "cpu" and max_query_len > SMALL_QUERIES else CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,10 @@ class PagedSource:
     def load(self, items: Items, index: Array, dtype: np.dtype):
         spec = self.cache.local_spec
         ids = lax.dynamic_slice_in_dim(self.table[items.sequence], index * self.blocks, self.blocks, axis=1)
-        shape = (ids.shape[0], self.chunk, spec.num_kv_heads, spec.head_size)
-        key, value = take_blocks(self.cache, self.layer, jnp.clip(ids, 0, spec.num_blocks - 1))
-        return key.reshape(shape).astype(dtype), value.reshape(shape).astype(dtype)
+        sides = take_blocks(self.cache, self.layer, jnp.clip(ids, 0, spec.num_blocks - 1))
+        shape = (ids.shape[0], spec.num_kv_heads, self.chunk, spec.head_size)
+        key, value = (jnp.transpose(side, (0, 3, 1, 2, 4)).reshape(shape).astype(dtype) for side in sides)
+        return key, value
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class DenseSource:
 
     def load(self, items: Items, index: Array, dtype: np.dtype):
         rows = jnp.clip(self.rows(items, index), 0, self.key.shape[0] - 1)
-        return self.key[rows].astype(dtype), self.value[rows].astype(dtype)
+        return tuple(jnp.moveaxis(side[rows], 2, 1).astype(dtype) for side in (self.key, self.value))
 
 
 @dataclass(frozen=True)
@@ -84,17 +91,19 @@ class OverlaidSource:
         starts = self.dense.query_start_loc
         rows = self.dense.rows(items, index)
         is_new = (rows >= starts[items.sequence][:, None]) & (rows < starts[items.sequence + 1][:, None])
-        is_new = is_new[:, :, None, None]
+        is_new = is_new[:, None, :, None]
         key, value = self.dense.load(items, index, dtype)
         old_key, old_value = self.paged.load(items, index, dtype)
-        return jnp.where(is_new, key, old_key * self.k_scale[:, None]), jnp.where(is_new, value, old_value * self.v_scale[:, None])
+        return jnp.where(is_new, key, old_key * self.k_scale[:, None, None]), jnp.where(
+            is_new, value, old_value * self.v_scale[:, None, None]
+        )
 
 
 def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     spec, metadata = call.cache.local_spec, call.metadata
     starts, seq_lens, table = (getattr(metadata, name).astype(jnp.int32) for name in ("query_start_loc", "seq_lens", "block_table"))
     width = table.shape[1]
-    blocks = max(1, min(CHUNK_TOKENS // spec.block_size, width))
+    blocks = max(1, min(_chunk_tokens(metadata.max_query_len, platform) // spec.block_size, width))
     table = jnp.pad(table, ((0, 0), (0, max(blocks, -(-width // blocks) * blocks) - width)))
     source = PagedSource(call.cache, call.layer, table, blocks)
     dtype = operand_dtype(call.query.dtype, spec.dtype, platform)
@@ -143,7 +152,9 @@ def _encoder_attention(call: EncoderAttentionCall, *, platform: str):
         query_start_loc=starts,
         lengths=lengths,
         contexts=jnp.zeros_like(lengths),
-        source=DenseSource(call.key, call.value, starts, min(CHUNK_TOKENS, max(1, call.key.shape[0]))),
+        source=DenseSource(
+            call.key, call.value, starts, min(_chunk_tokens(call.metadata.max_query_len, platform), max(1, call.key.shape[0]))
+        ),
         score_factor=jnp.broadcast_to(factor, (heads,)),
         sinks=call.sinks,
         alibi_slopes=None,

@@ -52,7 +52,7 @@ class Source(Protocol):
     @property
     def num_kv_heads(self) -> int: ...
 
-    def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R C H D"], Float[Array, "R C H D"]]:
+    def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R H C D"], Float[Array, "R H C D"]]:
         """Keys and values of positions `index * chunk` onwards; those that nobody sees may hold anything."""
         ...
 
@@ -87,6 +87,8 @@ def _tiling(problem: Problem, queries: int, platform: str) -> tuple[int, int]:
     rows = max(1, min(queries, SCORE_ELEMENTS // (num_heads * chunk)))
     room = GATHERED_ELEMENTS["cpu" if platform == "cpu" else "accelerator"]
     by_scores = SCORE_ELEMENTS // max(1, rows * num_heads * chunk)
+    if platform == "cpu" and rows > SMALL_QUERIES:
+        return rows, 1  # items that advance together run as far as the longest of them
     return rows, max(1, min(problem.lengths.shape[0], by_scores, room // (chunk * problem.source.num_kv_heads * head_size)))
 
 
@@ -135,12 +137,13 @@ def _dot(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
 
 
 def _weighted_values(
-    weights: Float[Array, "R H G Q C"], values: Float[Array, "R C H D"], keep: Bool[Array, "R Q C"]
+    weights: Float[Array, "R H G Q C"], values: Float[Array, "R H C D"], keep: Bool[Array, "R Q C"]
 ) -> Float[Array, "R H G Q D"]:
     """`weights @ values`, in which a non-finite value reaches only the queries that see its key: 0 * NaN would reach all."""
 
     def plain(values):
-        return _dot("rhgqc,rchd->rhgqd", weights.astype(values.dtype), values)
+        flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values.dtype)
+        return _dot("rhmc,rhcd->rhmd", flat, values).reshape(*weights.shape[:-1], values.shape[-1])
 
     def guarded(values):
         finite = jnp.isfinite(values)
@@ -148,7 +151,7 @@ def _weighted_values(
         seen = keep.astype(jnp.float32)
 
         def sees(bad):
-            return _dot("rqc,rchd->rhqd", seen, bad.astype(jnp.float32))[:, :, None] > 0
+            return _dot("rqc,rhcd->rhqd", seen, bad.astype(jnp.float32))[:, :, None] > 0
 
         up, down, undefined = sees(values == jnp.inf), sees(values == -jnp.inf), sees(jnp.isnan(values))
         out = jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, out))
@@ -167,6 +170,8 @@ def _attend_items(problem: Problem, items: Items, rows: int):
     group = num_heads // heads
     token = items.first[:, None] + jnp.arange(rows)[None]
     query = problem.query[jnp.minimum(token, tokens - 1)].astype(problem.dtype).reshape(count, rows, heads, group, head_size)
+    # Queries of one KV head as the rows of one matrix: a product with more free axes is transposed for each chunk.
+    query = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(count, heads, group * rows, head_size)
 
     last_position = items.first_position + items.count - 1
     stop = jnp.minimum(items.seq_len, last_position + 1) if problem.causal else items.seq_len
@@ -184,9 +189,11 @@ def _attend_items(problem: Problem, items: Items, rows: int):
         keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
         key, value = problem.source.load(items, index, problem.dtype)
         keep = _visible(problem, items, rows, keys)
-        value = jnp.where(jnp.any(keep, axis=1)[:, :, None, None], value, 0)
+        value = jnp.where(jnp.any(keep, axis=1)[:, None, :, None], value, 0)
 
-        scores = _dot("rqhgd,rchd->rhgqc", query, key) * problem.score_factor[None, :, None, None, None]
+        scores = (
+            _dot("rhmd,rhcd->rhmc", query, key).reshape(count, heads, group, rows, chunk) * problem.score_factor[None, :, None, None, None]
+        )
         if problem.logits_soft_cap is not None:
             scores = problem.logits_soft_cap * jnp.tanh(scores / problem.logits_soft_cap)
         bias = _bias(problem, items, rows, jnp.broadcast_to(keys, (count, chunk)))
