@@ -102,7 +102,8 @@ def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int
     converted = 0 if shape.cache.dtype.name == shape.compute_dtype else 2 * tile * shape.head_pad * compute
     query, tiles = rows * shape.head_pad * compute, num_stages * 2 * tile * shape.head_pad * stored + converted + rows * tile * compute
     # On AMD the query only passes through on its way to registers, before the first tile comes.
-    return max(query, tiles) if arch.vendor == "amd" else query + tiles
+    together = max(query, tiles) if arch.vendor == "amd" else query + tiles
+    return together + together * arch.shared_padding // 16
 
 
 def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_of: Any) -> Any:

@@ -26,6 +26,7 @@ class Arch:
       num_cus: compute units (SMs) of the usual part, where nobody says how many the device at hand has.
       fp8: kinds that the hardware converts; the kernels decode the others with integer operations.
       matrix: the matrix unit's family; None where the tiles need not care.
+      shared_padding: sixteenths that Triton's padded layouts add to tiles in shared memory, from above: read off what it compiles.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Arch:
     num_cus: int
     fp8: frozenset[str]
     matrix: str | None
+    shared_padding: int = 0
 
 
 KIB = 1024
@@ -45,11 +47,11 @@ ARCHS: Mapping[str, Arch] = {
     for arch in (
         Arch("gfx90a", "amd", 64, 64 * KIB, 1024, 104, frozenset(), "mfma"),
         Arch("gfx942", "amd", 64, 64 * KIB, 1024, 304, FNUZ, "mfma"),
-        Arch("gfx950", "amd", 64, 160 * KIB, 1024, 256, OCP, "mfma"),
+        Arch("gfx950", "amd", 64, 160 * KIB, 1024, 256, OCP, "mfma", 1),
         Arch("gfx1100", "amd", 32, 64 * KIB, 1024, 48, frozenset(), "wmma"),
         Arch("gfx1151", "amd", 32, 64 * KIB, 1024, 20, frozenset(), "wmma"),
         Arch("gfx1201", "amd", 32, 64 * KIB, 1024, 32, OCP, "wmma"),
-        Arch("gfx1250", "amd", 32, 320 * KIB, 1024, 256, OCP, "wmma"),
+        Arch("gfx1250", "amd", 32, 320 * KIB, 1024, 256, OCP, "wmma", 5),
         Arch("sm_80", "nvidia", 32, 163 * KIB, 1024, 108, frozenset(), "mma"),
         Arch("sm_90", "nvidia", 32, 227 * KIB, 1024, 132, OCP, "wgmma"),
         Arch("cpu", "cpu", 1, 1 << 30, 1024, 4, frozenset(), None),

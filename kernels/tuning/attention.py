@@ -95,7 +95,12 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
     "gfx1100": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
     "gfx1151": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
-    "gfx1201": {128: SplitRow(32, 4, 1, 4, 32), 256: SplitRow(16, 8, 1, 4, 16), 512: SplitRow(16, 8, 1, 4, 16, reload_query=True)},
+    "gfx1201": {
+        64: SplitRow(32, 4, 1, 4, 32),
+        128: SplitRow(32, 8, 1, 4, 32),
+        256: SplitRow(16, 8, 1, 4, 16),
+        512: SplitRow(16, 8, 1, 4, 16, reload_query=True),
+    },
     "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(32, 8, 2, 2, 32)},
     "cpu": {4096: SplitRow(16, 1, 1, 2, 128)},
 }
