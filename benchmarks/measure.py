@@ -16,7 +16,7 @@ import purepage as pp
 from benchmarks.cases import Case, WriterCase
 from benchmarks.inputs import Inputs, expected_rows, make_inputs, relative_error
 from benchmarks.peers import JaxCall, TorchCall, Unavailable
-from benchmarks.timing import Timed, time_jax, time_torch
+from benchmarks.timing import Timed, on_gpu, time_jax, time_torch
 
 TOLERANCE = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 1e-2}
 """Largest relative error of a contender that is timed; bfloat16 weights alone give 2e-3."""
@@ -27,6 +27,8 @@ Row = dict[str, Any]
 def timed_row(timed: Timed, *, flops: float = 0, nbytes: float = 0) -> Row:
     row = {"us": timed.median * 1e6, "us_best": timed.best * 1e6, "us_worst": timed.worst * 1e6, "calls": timed.calls, "timing": timed.how}
     row |= {"compile_s": timed.compile_s, "python_calls": timed.python_calls}
+    if not on_gpu():
+        row["cpu_us"] = timed.cpu * 1e6
     if nbytes:
         row["bytes_per_s"] = nbytes / timed.median
     if flops:

@@ -105,6 +105,8 @@ def line(row: Row, roof: Row) -> str:
     floor = floor_us(row, roof)
     if floor:
         text += f"  roof {floor:9.1f} us = {floor / row['us']:4.0%}"
+    if row.get("cpu_us"):
+        text += f"  {row['cpu_us']:.0f} us of cores"
     if "overhead_us" in row:
         text += f"  {row['overhead_us']:.0f} us beside the kernels, compiled in {row['compile_s']:.1f} s"
     if row.get("python_calls"):
@@ -124,8 +126,8 @@ def table(rows: list[Row], roof: Row) -> str:
     return "\n".join(lines)
 
 
-def _time(rows: list[Row], case: str, contender: str) -> float | None:
-    return next((row["us"] for row in rows if row["case"] == case and row["contender"] == contender and row["status"] == "ok"), None)
+def _time(rows: list[Row], case: str, contender: str, field: str = "us") -> float | None:
+    return next((row.get(field) for row in rows if row["case"] == case and row["contender"] == contender and row["status"] == "ok"), None)
 
 
 def derived(rows: list[Row], roof: Row) -> list[Row]:
@@ -154,6 +156,9 @@ def derived(rows: list[Row], roof: Row) -> list[Row]:
                 theirs = _time(rows, case, peer)
                 if mine and theirs:
                     found.append({"name": f"{case}: time / {peer}'s", "contender": contender, "ratio": mine / theirs})
+                mine_cpu, theirs_cpu = (_time(rows, case, name, "cpu_us") for name in (contender, peer))
+                if mine_cpu and theirs_cpu:
+                    found.append({"name": f"{case}: core time / {peer}'s", "contender": contender, "ratio": mine_cpu / theirs_cpu})
     return found
 
 

@@ -32,6 +32,8 @@ class Timed:
     worst: float
     calls: int
     how: str
+    cpu: float = 0.0
+    """Seconds of this process's cores a call, over all batches; means something on a CPU, where others may share the cores."""
     compile_s: float = 0.0
     python_calls: int = 0
     """Times that XLA called into Python while it was timed: 0 where it replays its command buffer."""
@@ -41,10 +43,13 @@ def on_gpu() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def batches(run: Callable[[int], float], once: float, per_run: int) -> tuple[list[float], int]:
-    """Seconds a call in each batch; `run(n)` takes n runs and returns seconds, one run is `per_run` calls."""
+def batches(run: Callable[[int], float], once: float, per_run: int) -> dict[str, Any]:
+    """The times of `Timed`; `run(n)` takes n runs and returns seconds, one run is `per_run` calls."""
     count = max(1, min(200, round(BATCH_S["gpu" if on_gpu() else "cpu"] / max(once, 1e-7))))
-    return [run(count) / (count * per_run) for _ in range(BATCHES)], BATCHES * count * per_run
+    calls, begin = BATCHES * count * per_run, time.process_time()
+    took = [run(count) / (count * per_run) for _ in range(BATCHES)]
+    cpu = (time.process_time() - begin) / calls
+    return {"median": statistics.median(took), "best": min(took), "worst": max(took), "calls": calls, "cpu": cpu}
 
 
 def time_jax(
@@ -88,8 +93,8 @@ def time_jax(
     for _ in range(3 if on_gpu() else 1):
         once = run(1)
     with counted_python() as python_calls:
-        took, calls = batches(run, min(once, run(2) / 2), chain)
-    return Timed(statistics.median(took), min(took), max(took), calls, f"jit, chain of {chain}", compile_s, python_calls[0])
+        times = batches(run, min(once, run(2) / 2), chain)
+    return Timed(**times, how=f"jit, chain of {chain}", compile_s=compile_s, python_calls=python_calls[0])
 
 
 @contextmanager
@@ -124,8 +129,7 @@ def time_torch(call: Callable[[], Any]) -> Timed:
             return time.perf_counter() - start
 
         once = min(plain(1), plain(1))
-        took, calls = batches(plain, once, 1)
-        return Timed(statistics.median(took), min(took), max(took), calls, "torch")
+        return Timed(**batches(plain, once, 1), how="torch")
 
     torch.cuda.synchronize()  # what was enqueued elsewhere on these tensors
     stream = torch.cuda.Stream()
@@ -153,5 +157,4 @@ def time_torch(call: Callable[[], Any]) -> Timed:
         return begin.elapsed_time(end) / 1e3
 
     run(1)
-    took, calls = batches(run, run(1), chain)
-    return Timed(statistics.median(took), min(took), max(took), calls, f"CUDA graph of {chain}")
+    return Timed(**batches(run, run(1), chain), how=f"CUDA graph of {chain}")
