@@ -320,5 +320,13 @@ CONTENDERS: dict[str, Callable[[Inputs], JaxCall | TorchCall]] = {
     "torch SDPA": torch_sdpa,
     "torch FlexAttention": torch_flex,
 }
-QUICK_ON_GPU = ("purepage triton", "purepage pallas", "AITER Triton", "ejkernel Triton", "cuDNN paged (jax)", "torch SDPA")
+QUICK_ON_GPU = (
+    "purepage triton",
+    "purepage pallas",
+    "AITER Triton",
+    "AITER Triton, K and V apart",
+    "ejkernel Triton",
+    "cuDNN paged (jax)",
+    "torch SDPA",
+)
 """What `--quick` times on a GPU: the others take long to compile or run, or differ little from one of these."""

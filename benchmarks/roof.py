@@ -62,6 +62,8 @@ def _torch_roof(attempt: Callable[..., None], size: int, n: int) -> None:
     source = torch.randint(0, 127, (size // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     attempt("copy_bytes_per_s", "torch", 2 * size, lambda: time_torch(lambda: target.copy_(source)))
+    # A plain copy may go to the copy engines, which are slower than a kernel.
+    attempt("copy_bytes_per_s", "torch add", 2 * size, lambda: time_torch(lambda: torch.add(source, 1, out=target)))
     attempt("read_bytes_per_s", "torch sum", size, lambda: time_torch(lambda: source.view(torch.float32).sum()))
     if on_gpu():
         attempt("read_bytes_per_s", "triton sum", size, lambda: _triton_read(source))
