@@ -67,7 +67,8 @@ class DenseSource:
 
     def load(self, items: Items, index: Array, dtype: np.dtype):
         rows = jnp.clip(self.rows(items, index), 0, self.key.shape[0] - 1)
-        return tuple(jnp.moveaxis(side[rows], 2, 1).astype(dtype) for side in (self.key, self.value))
+        key, value = (jnp.moveaxis(side[rows], 2, 1).astype(dtype) for side in (self.key, self.value))
+        return key, value
 
 
 @dataclass(frozen=True)
