@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ml_dtypes  # noqa: F401  # names bfloat16 and the fp8 kinds to NumPy
@@ -108,8 +108,11 @@ def compile_for(jobs: Sequence[Job], *, cache_dir: Path | None = None, processes
 
     def work(_: int) -> None:
         with _Compiler() as compiler:
-            while not waiting.empty():
-                job = waiting.get()
+            while True:
+                try:
+                    job = waiting.get_nowait()
+                except Empty:
+                    return
                 found[job] = compiler(job)
                 if cache_dir is not None and found[job].error is None:
                     _store(cache_dir, keys[job], found[job])

@@ -77,7 +77,7 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 8, 1, reload_query=True)},
     "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 8, 1, reload_query=True)},
     "gfx1201": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 16, 1)},
-    "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 32, 8, 2), 256: TiledRow(64, 32, 8, 2), 512: TiledRow(32, 32, 8, 2)},
+    "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 32, 8, 2), 256: TiledRow(64, 32, 8, 2), 512: TiledRow(32, 16, 8, 2)},
     "cpu": {4096: TiledRow(16, 16, 1, 1)},
 }
 """Row of the smallest head size at or above the one at hand."""
@@ -101,7 +101,7 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
         256: SplitRow(16, 8, 1, 4, 16),
         512: SplitRow(16, 8, 1, 4, 16, reload_query=True),
     },
-    "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(32, 8, 2, 2, 32)},
+    "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(16, 8, 2, 2, 32)},
     "cpu": {4096: SplitRow(16, 1, 1, 2, 128)},
 }
 
