@@ -245,7 +245,12 @@ def faults(row: Row) -> list[str]:
         return found
     constants, launch = dict(row.job.launch.constants), row.job.launch
     stored, compute, query = (constants.get(name, constants.get("KIND")) for name in ("STORED", "COMPUTE", "QUERY_KIND"))
-    sizes = SimpleNamespace(cache=SimpleNamespace(dtype=jnp.dtype(stored)), compute_dtype=compute, head_pad=constants["HEAD_PAD"])
+    sizes = SimpleNamespace(
+        cache=SimpleNamespace(dtype=jnp.dtype(stored)),
+        compute_dtype=compute,
+        head_pad=constants["HEAD_PAD"],
+        qq_bias=constants.get("BIAS_COLUMNS") or None,
+    )
     guard = shared_bytes(sizes, limits, rows=constants["ROWS"], tile=constants["TILE"], num_stages=launch.num_stages)
     if needs.lds_bytes > guard:
         found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
@@ -319,7 +324,7 @@ def main() -> None:
         records = [
             {"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "constants": dict(r.job.launch.constants)} for r in rows
         ]
-        (RESULTS / "amd_isa.json").write_text(json.dumps(records, indent=1) + "\n")
+        (RESULTS / "amd_isa.json").write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     bad = [(row, fault) for row in rows for fault in faults(row)]
     print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(bad)} fail a bar")
     for row, fault in bad:

@@ -100,7 +100,8 @@ def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int
     stored = shape.cache.dtype.itemsize
     # Tiles wait in shared memory as stored; one that must be converted goes through it a second time.
     converted = 0 if shape.cache.dtype.name == shape.compute_dtype else 2 * tile * shape.head_pad * compute
-    query, tiles = rows * shape.head_pad * compute, num_stages * 2 * tile * shape.head_pad * stored + converted + rows * tile * compute
+    scores = rows * tile * (compute if shape.qq_bias is None else 4)  # a bias is added in float32
+    query, tiles = rows * shape.head_pad * compute, num_stages * 2 * tile * shape.head_pad * stored + converted + scores
     # On AMD the query only passes through on its way to registers, before the first tile comes.
     together = max(query, tiles) if arch.vendor == "amd" else query + tiles
     return together + together * arch.shared_padding // 16
