@@ -110,6 +110,12 @@ def decode_of_an_xpacked_fp8_cache(arch):
 
 
 @case
+def wide_heads_that_some_archs_reload_with_every_tile(arch):
+    batch = random_batch(3, head_size=256, num_heads=2, num_kv_heads=1, dtype=BF16, **{**SMALL, "num_seqs": 2})
+    attend(arch, batch, layer=1, sinks=[0.3, -1.0])
+
+
+@case
 def encoder(arch):
     lengths, rng = (9, 0, 20), np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
