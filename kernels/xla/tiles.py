@@ -24,7 +24,7 @@ SMALL_QUERIES = 16
 QUERY_TILE = 128
 SCORE_ELEMENTS = 1 << 22
 """Bound on items * queries * heads * chunk of one step: 16 MiB of float32 scores."""
-GATHERED_ELEMENTS = {"cpu": 1 << 20, "accelerator": 1 << 23}
+GATHERED_ELEMENTS = {"cpu": 1 << 19, "accelerator": 1 << 23}
 """Bound on items * chunk * KV heads * head size. A CPU runs items one after another, an accelerator wants many side by side."""
 
 
