@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+
 from purepage.functional.cache import CacheSpec
 from purepage.functional.errors import UnsupportedError
 from purepage.kernels.launch import Program

@@ -28,6 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import bridge_kernels as kernels
+
 from purepage.bridges import callback, dlpack, jax_triton
 from purepage.bridges.arch import default_arch
 from purepage.bridges.run import run

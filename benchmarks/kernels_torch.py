@@ -19,6 +19,7 @@ from multiprocessing import get_context
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
+
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
 from purepage.kernels.triton.run import empty_tensor, kernel_of, launch_torch

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from purepage.bridges.run import using_bridge
 
 import purepage as pp
 from benchmarks.inputs import Inputs
 from benchmarks.timing import on_gpu
+from purepage.bridges.run import using_bridge
 
 
 class Unavailable(Exception):

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from purepage.bridges.run import using_bridge
 
 import purepage as pp
 from benchmarks.measure import Row, guarded, release_memory
 from benchmarks.peers import Unavailable, to_torch
 from benchmarks.timing import counted_python, on_gpu, time_torch
+from purepage.bridges.run import using_bridge
 
 LAYERS, SEQS, CONTEXT, HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 4096, 32, 8, 128, 64
 TINY = {"layers": 2, "seqs": 2, "context": 40, "heads": 4, "kv_heads": 2, "size": 32, "block": 16}

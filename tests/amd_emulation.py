@@ -11,14 +11,14 @@ import traceback
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+import purepage as pp
 from purepage.bridges.launcher import pointer_dtype
 from purepage.bridges.shapes import OPERATIONS
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import EncoderAttentionCall, MergeCall, QkNormRopeUpdateCall, RopeUpdateCall, RotaryCall, UpdateCacheCall
 from purepage.kernels.triton.run import kernel_of
 from purepage.kernels.tuning.archs import arch_facts
-
-import purepage as pp
 from purepage.testing import (
     assert_close,
     random_batch,

@@ -8,6 +8,7 @@ import os
 
 import jax
 import pytest
+
 from purepage.kernels.launch import Buffer, Launch, Program
 
 if jax.default_backend() == "cpu":

@@ -295,6 +295,7 @@ QK_NORM_MROPE = [*QK_NORM[:11], "mrope_section_", "is_interleaved", *QK_NORM[11:
 @pytest.mark.parametrize("section", [None, (12, 10, 10)], ids=["rope", "mrope"])
 def test_the_qk_norm_writers_are_called_with_everything_that_they_declare(section):
     import torch
+
     from purepage.bridges.aiter_views import pages
 
     name = "fused_qk_norm_mrope_3d_cache_pts_quant_shuffle" if section else "fused_qk_norm_rope_cache_pts_quant_shuffle"

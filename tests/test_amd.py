@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
+
 from purepage.functional.errors import UnsupportedError
 from purepage.kernels import verify
 from purepage.kernels.tuning.archs import FNUZ, OCP, arch_facts

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+
 from purepage.bridges.arch import Arch, arch_of, default_arch, gfx_name, wave_size
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from purepage.functional import new_tokens
 
 import purepage as pp
+from purepage.functional import new_tokens
 from purepage.testing import assert_close, random_batch, reference_encoder_attention
 
 ROCM, UNIFIED = pp.rocm_attn, pp.rocm_aiter_unified_attn

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from purepage.functional.layout import CONTENTS, ORDERS
 
 import purepage as pp
+from purepage.functional.layout import CONTENTS, ORDERS
 from purepage.testing import reference_address
 
 DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]

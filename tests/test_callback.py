@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from purepage.bridges import callback, dlpack, launcher
 from purepage.bridges.callback import call_torch, run_program
 from purepage.functional.errors import UnsupportedError

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
+import purepage as pp
 from purepage.functional.backend import device_arch
 from purepage.functional.cache import CACHE_DTYPES
 from purepage.functional.rocm_native import HIP_DECODE_GATES
-
-import purepage as pp
 
 ROCM, UNIFIED = pp.rocm_attn, pp.rocm_aiter_unified_attn
 BACKENDS = pytest.mark.parametrize("backend", [ROCM, UNIFIED], ids=lambda b: b.CAPABILITIES.name)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from purepage.bridges.dlpack import DEVICE_TYPES, cache_to_torch, shares_memory, stream_argument, to_jax, to_torch, torch_device
 from purepage.functional.cache import CacheSpec, cache_from_logical, cache_to_logical
 from purepage.functional.errors import UnsupportedError

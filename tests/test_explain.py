@@ -7,9 +7,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import jax
 import jax.numpy as jnp
 import pytest
-from purepage.bridges.arch import default_arch
 
 import purepage as pp
+from purepage.bridges.arch import default_arch
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from purepage.functional.fp8 import FP8_MAX, e4m3_dtype, e4m3fn_to_fnuz, kv_cache_dtype, quantize
 
 import purepage as pp
+from purepage.functional.fp8 import FP8_MAX, e4m3_dtype, e4m3fn_to_fnuz, kv_cache_dtype, quantize
 from purepage.testing import quantize as reference_quantize
 
 E4M3, E4M3Z, E5M2, E5M2Z = (np.dtype(getattr(ml_dtypes, f"float8_{kind}")) for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))

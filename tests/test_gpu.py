@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from pairwise import case_id, pairwise
-from purepage.bridges.run import using_bridge
 
 import purepage as pp
+from purepage.bridges.run import using_bridge
 from purepage.testing import assert_close, random_batch, reference_encoder_attention
 
 ON_GPU = bool(os.environ.get("PUREPAGE_TEST_GPU")) and jax.default_backend() == "gpu"

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from purepage.bridges import callback, jax_triton
 from purepage.bridges.arch import Arch
 from purepage.bridges.run import chosen_bridge, run, using_bridge

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bridge_kernels as kernels
 import pytest
+
 from purepage.bridges import launcher
 from purepage.kernels.launch import Launch
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from purepage.functional.cache import CACHE_DTYPES
 
 import purepage as pp
 from purepage import Capabilities
+from purepage.functional.cache import CACHE_DTYPES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+
 from purepage.functional import reference, reference_cache
 from purepage.functional.testing import (
     random_batch,

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+
 from purepage.functional.testing import (
     mrope_rows,
     quantize,

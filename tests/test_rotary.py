@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from purepage.kernels.xla.rounding import round_to
 
 import purepage as pp
+from purepage.kernels.xla.rounding import round_to
 from purepage.testing import assert_close, reference_rope
 
 F32, F16, BF16 = np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)

@@ -6,10 +6,10 @@ import types
 
 import jax.numpy as jnp
 import pytest
-from purepage.bridges import selfcheck
-from purepage.functional import dispatch
 
 import purepage as pp
+from purepage.bridges import selfcheck
+from purepage.functional import dispatch
 
 WRONG = types.ModuleType("wrong_implementation")
 WRONG.refusals = lambda operation, call, by_name: ("does no rotation",) if operation == "rope_and_update_cache" else ()

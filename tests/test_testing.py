@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
 from purepage.functional.cache import cache_to_logical
 from purepage.functional.metadata import make_metadata, validate_metadata
 from purepage.functional.testing import (

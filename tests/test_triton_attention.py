@@ -7,6 +7,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import ml_dtypes
 import numpy as np
 import pytest
+
 from purepage.functional.testing import assert_close, random_batch
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
 

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from pairwise import case_id, pairwise
+
+import purepage as pp
 from purepage.functional.testing import reference_encoder_attention
 from purepage.kernels.triton.encoder_plan import EncoderShape, plan_encoder_attention
 from purepage.kernels.tuning.archs import ARCHS
 from purepage.kernels.tuning.attention import TILED
-
-import purepage as pp
 from purepage.testing import assert_close
 
 pytest.importorskip("torch")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from pairwise import case_id, pairwise
 from pool import bits, expected_pool, random_cache
-from purepage.functional.layout import CONTENTS, ORDERS
 
 import purepage as pp
+from purepage.functional.layout import CONTENTS, ORDERS
 from purepage.testing import assert_close, mrope_rows, reference_merge, reference_qk_norm_rope, reference_rope
 
 pytest.importorskip("torch")

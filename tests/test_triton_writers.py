@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from pairwise import case_id, pairwise
 from pool import bits, expected_pool, random_cache
+
+import purepage as pp
 from purepage.functional.layout import CONTENTS, ORDERS
 from purepage.kernels.launch import Buffer, Launch, Program
 from purepage.kernels.triton.writers_plan import CacheShape, UpdateShape, plan_update_cache
 from purepage.kernels.tuning.archs import ARCHS
-
-import purepage as pp
 from purepage.testing import round_to
 
 pytest.importorskip("torch")

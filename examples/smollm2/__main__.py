@@ -7,11 +7,11 @@ import time
 import jax
 import jax.numpy as jnp
 from gguf import GGUFReader
+
+import purepage as pp
 from purepage.functional.cache import format_bytes
 from purepage.functional.fp8 import KV_CACHE_DTYPES
 from purepage.functional.layout import CONTENTS, ORDERS
-
-import purepage as pp
 
 from .engine import BACKENDS, Engine
 from .scheduler import Sequence

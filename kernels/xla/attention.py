@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
+
 from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
 from purepage.functional.cache import KVCache
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, RotaryCall, UpdateCacheCall
 from purepage.kernels.xla.rotary import cos_sin, rotary_embedding, rotate

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+
 from purepage.functional.calls import MergeCall
 
 

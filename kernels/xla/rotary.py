@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
 from purepage.functional.calls import RotaryCall
 from purepage.kernels.xla.rounding import round_to
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
 from purepage.kernels.xla.varying import vary_like
 
 LOG_ZERO = -jnp.inf

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
 from purepage.functional.cache import CacheSpec, KVCache, to_bits
 from purepage.functional.calls import UpdateCacheCall
 from purepage.functional.fp8 import quantize
