@@ -99,21 +99,26 @@ def time_jax(
 
 @contextmanager
 def counted_python() -> Iterator[list[int]]:
-    """Counts how often XLA calls into Python for a program of the callback bridge."""
+    """Counts how often XLA calls into Python for a program, or a torch function, of the callback bridge."""
     from purepage.bridges import callback
 
-    body = callback._ProgramBody
-    original, count = body.__call__, [0]
+    bodies, count = (callback._ProgramBody, callback._TorchBody), [0]
+    originals = [body.__call__ for body in bodies]
 
-    def counting(self: Any, *args: Any) -> None:
-        count[0] += 1
-        original(self, *args)
+    def counting(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, *args: Any) -> None:
+            count[0] += 1
+            original(self, *args)
 
-    body.__call__ = counting
+        return call
+
+    for body, original in zip(bodies, originals, strict=True):
+        body.__call__ = counting(original)
     try:
         yield count
     finally:
-        body.__call__ = original
+        for body, original in zip(bodies, originals, strict=True):
+            body.__call__ = original
 
 
 def time_torch(call: Callable[[], Any]) -> Timed:

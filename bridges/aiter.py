@@ -22,7 +22,7 @@ from jaxtyping import Array
 from ..functional.cache import CacheSpec
 from ..functional.calls import PagedAttentionCall
 from . import aiter_package as package
-from .aiter_rules import SPLIT_KERNEL_FROM, finite_cache_promised, recording_allowed, refusals, takes_score_scale
+from .aiter_rules import SPLIT_KERNEL_FROM, finite_cache_promised, recording_allowed, refusals, splits_a_sequence, takes_score_scale
 from .aiter_views import Pages, page_table, pages, window_table
 from .aiter_writers import (
     qk_norm_mrope_and_update_cache,
@@ -92,7 +92,8 @@ def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
     operator, arrays, rows = plan_unified_attention(call)
     shape = (arrays["query"].shape[0], *call.query.shape[1:])
     # The split kernel and an output scale allocate through torch, which a recorded command buffer must not depend on.
-    record = recording_allowed() and operator.max_seq_len <= SPLIT_KERNEL_FROM and call.output_scale is None
+    splits = operator.max_seq_len > SPLIT_KERNEL_FROM and splits_a_sequence(call)
+    record = recording_allowed() and not splits and call.output_scale is None
     late_scale = _scales_values_late(call)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32 if late_scale else call.output_dtype)]
     (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)

@@ -56,11 +56,12 @@ def platform_fp8(arch: Arch) -> str | None:
 
 def splits_a_sequence(call: PagedAttentionCall) -> bool:
     """Whether AITER, left to itself, would spread each sequence over several programs, which its masked kernel does not."""
-    units = default_arch().compute_units
+    arch, decode, sequences = default_arch(), call.metadata.max_query_len == 1, call.metadata.seq_lens.shape[0]
     heads, kv_heads = call.query.shape[1], call.cache.local_spec.num_kv_heads
     rows = max(16 // (heads // kv_heads), 1)
-    programs = (call.query.shape[0] // rows + call.metadata.seq_lens.shape[0]) * kv_heads
-    return call.sliding_window is None and (call.metadata.max_seq_len or _width(call)) > SPLIT_KERNEL_FROM and programs <= 4 * units
+    programs = ((sequences if decode else call.query.shape[0]) // rows + sequences) * kv_heads
+    few = programs <= 4 * arch.compute_units or (decode and arch.name == "gfx1250")
+    return call.sliding_window is None and (call.metadata.max_seq_len or _width(call)) > SPLIT_KERNEL_FROM and few
 
 
 def _width(call: PagedAttentionCall) -> int:
@@ -139,6 +140,7 @@ def _paged_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, 
     kind = platform_fp8(arch)
     return (
         None if call.metadata.causal else "causal only (metadata.causal)",
+        "attends whole sequences, not the part before this step's tokens" if call.context_only else None,
         "returns no log-sum-exp (return_lse)" if call.return_lse else None,
         "reads a tree's bias as wide as its row stride, unmasked by rows (qq_bias)" if call.qq_bias is not None else None,
         f"no {dtype} queries" if dtype not in _FULL and not fp8_query else None,

@@ -19,7 +19,7 @@ from purepage.testing import assert_close, random_batch, reference_rope
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 from purepage.bridges import aiter, aiter_package, aiter_rules, aiter_writers
-from purepage.bridges.arch import Arch
+from purepage.bridges.arch import Arch, assuming_arch
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, UpdateCacheCall
 
@@ -163,6 +163,31 @@ def test_bits_of_a_bfloat16_cache_reach_aiter_as_bfloat16(monkeypatch):
     batch = random_batch(10, dtype=BF16)
     call = paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
     assert_close(jax.jit(aiter.paged_attention)(call)[0], batch.reference()[0], dtype=BF16)
+
+
+@needs_package
+@pytest.mark.parametrize(
+    "arch, sequences, keys, finite, recorded",
+    [
+        (MI300X, 8, 4096, False, True),
+        (MI300X, 8, 4096, True, False),
+        (MI300X, 256, 2048, True, True),
+        (MI300X, 8, 512, True, True),
+        (Arch("rocm", "gfx1250", 256, 32), 256, 2048, True, False),
+    ],
+    ids=["masked", "few and long: split", "many", "short", "gfx1250 splits every decode"],
+)
+def test_what_allocates_is_never_recorded(monkeypatch, arch, sequences, keys, finite, recorded):
+    monkeypatch.setenv(aiter_rules.RECORD_VARIABLE, "1")
+    monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, str(int(finite)))
+    table = np.zeros((sequences, keys // 64), np.int32)
+    metadata = pp.make_metadata([1] * sequences, [keys] * sequences, table, block_size=64)
+    cache = pp.init_cache(pp.CacheSpec(num_blocks=1, block_size=64, num_kv_heads=8, head_size=64))
+    call = paged_attention_call(jnp.zeros((sequences, 32, 64), jnp.bfloat16), cache, metadata)
+    with assuming_arch(arch):
+        jaxpr = jax.make_jaxpr(lambda call: aiter.paged_attention(call))(call)  # a function of its own: traces are kept by function
+    (callback,) = [e for e in jaxpr.eqns if e.primitive.name == "buffer_callback"]
+    assert callback.params["command_buffer_compatible"] == recorded
 
 
 REFUSED = {
