@@ -79,6 +79,7 @@ def _paged_attention_shape(call: PagedAttentionCall) -> PagedAttentionShape:
         scales_per_head=cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2,
         has_output_scale=call.output_scale is not None,
         return_lse=call.return_lse,
+        context_only=call.context_only,
     )
 
 

@@ -28,7 +28,7 @@ def _call(*static: str):
     return register
 
 
-@_call("scale", "sliding_window", "logits_soft_cap", "output_dtype", "return_lse")
+@_call("scale", "sliding_window", "logits_soft_cap", "output_dtype", "return_lse", "context_only")
 class PagedAttentionCall:
     """Scores are `scale * score_scale * k_scale * <query, stored key>`."""
 
@@ -47,6 +47,9 @@ class PagedAttentionCall:
     logits_soft_cap: float | None
     output_dtype: np.dtype
     return_lse: bool
+    context_only: bool = False
+    """Only keys before this step's tokens are seen; positions stay those in the whole sequence. Causality and the far side of a window then
+    hold by themselves. No public door sets it: `attention_with_new_tokens` does."""
 
 
 @_call("scale", "sliding_window", "logits_soft_cap", "causal")

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from . import dispatch
-from .attention import paged_attention, paged_attention_call
+from .attention import paged_attention_call
 from .cache import CacheSpec, KVCache, init_cache
+from .calls import PagedAttentionCall
 from .cascade import merge_attention_states, sequence_of_tokens
 from .fp8 import quantize
 from .metadata import AttentionMetadata
@@ -38,45 +39,50 @@ def attention_with_new_tokens(
 ) -> Float[Array, "T Hq D"]:
     """`paged_attention`, but positions from a sequence's context on are read from `key` and `value`, row by row with `query`.
 
-    Where the implementation that `paged_attention` would take has no one-pass kernel, it attends in two parts, each by the best that can;
-    a sliding window or ALiBi needs one pass, since the parts do not know each other's positions.
+    Where the implementation that `paged_attention` would take has no one-pass kernel, it attends in two parts, each by the best that can.
 
     Raises:
-      UnsupportedError: the named implementation can't; with None, the best that can is taken.
+      UnsupportedError: the named implementation can't serve a part.
     """
     call = paged_attention_call(query, cache, metadata, **options)
     chosen = dispatch.choose("paged_attention", call, implementation)
-    one_pass = not dispatch.refusals(ONE_PASS, call, chosen, by_name=True)
-    if one_pass or call.sliding_window is not None or call.alibi_slopes is not None:
-        out, _ = dispatch.run(ONE_PASS, call, chosen if one_pass else implementation, key, value)
-        return out
-    return _two_parts(query, key, value, cache, metadata, implementation=implementation, **options)
+    if dispatch.refusals(ONE_PASS, call, chosen, by_name=True):
+        return _two_parts(call, key, value, implementation)
+    out, _ = dispatch.run(ONE_PASS, call, chosen, key, value)
+    return out
 
 
-def _two_parts(query, key, value, cache, metadata, *, sinks=None, output_scale=None, output_dtype, implementation, **options) -> Array:
-    lens = metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]
-    options = {**options, "implementation": implementation, "return_lse": True, "output_dtype": jnp.float32}
-    context = replace(metadata, seq_lens=jnp.maximum(metadata.seq_lens - lens, 0), causal=False)
-    old = paged_attention(query, cache, context, **options)
-    small, placed = _cache_of_new_tokens(key, value, metadata, implementation)
-    new = paged_attention(query, small, placed, sinks=sinks, **{**options, "layer": 0})
+def _two_parts(call: PagedAttentionCall, key: Array, value: Array, implementation: str | None) -> Array:
+    """The context with positions in the whole sequence, the new tokens with positions among themselves: all that a window and ALiBi ask
+    for is how far a key is from its query.
+    """
+    part = replace(call, sinks=None, output_scale=None, output_dtype=jnp.dtype(jnp.float32), return_lse=True)
+    old = dispatch.run("paged_attention", replace(part, context_only=True), implementation)
+    small, placed = _cache_of_new_tokens(key, value, call.metadata, implementation)
+    part = replace(part, cache=small, metadata=placed, layer=jnp.zeros((), jnp.int32), sinks=call.sinks)
+    new = dispatch.run("paged_attention", part, implementation)
     out, _ = merge_attention_states(*old, *new, implementation=implementation)
-    return out.astype(output_dtype) if output_scale is None else quantize(out, output_scale, output_dtype)
+    return out.astype(call.output_dtype) if call.output_scale is None else quantize(out, call.output_scale, call.output_dtype)
 
 
 def _cache_of_new_tokens(
     key: Array, value: Array, metadata: AttentionMetadata, implementation: str | None
 ) -> tuple[KVCache, AttentionMetadata]:
-    """The step's tokens in a cache of their dtype: sequence after sequence, each from a fresh block."""
+    """The step's tokens in a cache of their dtype: sequence after sequence, each from a fresh block.
+
+    A sequence shorter than its queries has no place for the first of them: they are left out.
+    """
     tokens, heads, head_size = key.shape
     seqs = metadata.seq_lens.shape[0]
     starts = metadata.query_start_loc
     lens = starts[1:] - starts[:-1]
+    left_out = jnp.maximum(lens - metadata.seq_lens, 0)
     blocks = -(-lens // BLOCK_SIZE)
     first = jnp.cumsum(blocks) - blocks
     token = jnp.arange(tokens)
     sequence = sequence_of_tokens(metadata, tokens)
-    slots = jnp.where(token < starts[-1], first[sequence] * BLOCK_SIZE + token - starts[sequence], -1)
+    place = token - (starts[:-1] + left_out)[sequence]
+    slots = jnp.where((token < starts[-1]) & (place >= 0), first[sequence] * BLOCK_SIZE + place, -1)
     width = -(-min(metadata.max_query_len, tokens) // BLOCK_SIZE)
     spec = CacheSpec(
         num_blocks=tokens // BLOCK_SIZE + seqs,
@@ -87,7 +93,7 @@ def _cache_of_new_tokens(
     )
     placed = AttentionMetadata(
         starts,
-        lens,
+        lens - left_out,
         first[:, None] + jnp.arange(width)[None],
         slots,
         max_query_len=metadata.max_query_len,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import purepage as pp
-from purepage.functional import new_tokens
 from purepage.testing import assert_close, random_batch, reference_encoder_attention
 
 ROCM, UNIFIED = pp.rocm_attn, pp.rocm_aiter_unified_attn
@@ -109,24 +108,6 @@ def test_everything_else_reads_the_fp8_cache(backend):
 def test_new_tokens_never_pass_through_a_narrower_unquantized_cache():
     batch = random_batch(4, cache_dtype=BF16)
     assert_close(forward(ROCM, batch, config()), batch.reference(step_key=batch.key, step_value=batch.value)[0], dtype=F32)
-
-
-@pytest.mark.parametrize("made", [{"causal": False}, {"padding_seqs": 3, "max_query_len": 20}], ids=str)
-def test_new_tokens_in_two_parts_equal_one_pass(made, monkeypatch):
-    """What an implementation without a one-pass kernel does, through one that has: same values, from two attentions and a merge."""
-    batch = random_batch(5, cache_dtype=E4M3, scales="head", **made)
-    options = {"sinks": SINKS, "logits_soft_cap": 3.0}
-    monkeypatch.setattr(new_tokens, "ONE_PASS", "no_such_operation")
-    out = forward(ROCM, batch, config(**options), output_scale=0.01, output_dtype=E5M2, jit=True)
-    expected, _ = batch.reference(step_key=batch.key, step_value=batch.value, output_scale=0.01, output_dtype=E5M2, **options)
-    assert_close(out, expected, dtype=E5M2, compute_dtype=F32)
-
-
-@pytest.mark.parametrize("option", [{"sliding_window": 5}, {"alibi_slopes": SLOPES}], ids=lambda o: next(iter(o)))
-def test_two_parts_are_refused_what_needs_positions(option, monkeypatch):
-    monkeypatch.setattr(new_tokens, "ONE_PASS", "no_such_operation")
-    with pytest.raises(pp.UnsupportedError, match="xla"):
-        forward(ROCM, random_batch(5, cache_dtype=E4M3), config(**option))
 
 
 def test_nan_of_one_sequence_stays_in_it_beside_an_fp8_cache():

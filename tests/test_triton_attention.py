@@ -12,6 +12,8 @@ from purepage.functional.testing import assert_close, random_batch
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
 
 torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+decode = pytest.importorskip("purepage.kernels.triton.decode")
 run = pytest.importorskip("purepage.kernels.triton.run")
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
@@ -186,6 +188,28 @@ def test_any_block_size(block, content):
 @pytest.mark.parametrize("num_cus", [1, 3, 64])
 def test_any_number_of_shares_gives_the_same_result(num_cus):
     check(random_batch(9, kind="decode", dtype=F32, num_seqs=7, max_seq_len=200), num_cus=num_cus, sinks=[0.0, 1.0, 2.0, -3.0])
+
+
+@triton.jit
+def count_tiles(out, query_len, kv_len, COUNT: triton.language.constexpr, OPTIONS: triton.language.constexpr):
+    triton.language.store(out, COUNT(query_len, kv_len, query_len >= 0, 4, OPTIONS[0], OPTIONS[1], OPTIONS[2], 16))
+
+
+@pytest.mark.parametrize("context_only", [False, True], ids=["whole", "context-only"])
+@pytest.mark.parametrize("window", [0, 1, 18, 500])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not-causal"])
+def test_decode_counts_the_tiles_that_hold_a_visible_key_and_no_other(causal, window, context_only):
+    key = np.arange(200)
+    for query_len, kv_len in [(1, 1), (1, 16), (1, 17), (1, 33), (3, 3), (2, 34), (4, 100), (3, 18), (1, 0), (0, 40), (5, 80)]:
+        seen = np.zeros(len(key), bool)
+        for position in range(kv_len - query_len, kv_len):
+            row = key < (kv_len - query_len if context_only else kv_len)
+            row &= (key <= position) | (not causal)
+            row &= (window == 0) | ((position - key < window) & ((key - position < window) | causal))
+            seen |= row & (position >= 0)
+        out = torch.zeros(1, dtype=torch.int32)
+        count_tiles[(1,)](out, query_len, kv_len, decode.tiles_of, (causal, context_only, window))
+        assert out.item() == (len(np.unique(key[seen] // 16)) if query_len <= 4 else 0), (query_len, kv_len)
 
 
 def test_nan_of_a_key_that_only_later_queries_see_stays_with_them():

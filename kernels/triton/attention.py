@@ -37,6 +37,7 @@ def paged_attention_tiled(
     SPLIT_TOKENS: tl.constexpr,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     BIAS_ROWS: tl.constexpr,
@@ -113,7 +114,8 @@ def paged_attention_tiled(
     else:
         bias_row = None
 
-    key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, kv_len, CAUSAL, WINDOW)
+    keys = context if CONTEXT_ONLY else kv_len
+    key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, keys, CAUSAL, WINDOW)
     if BIAS_COLUMNS > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # biased tiles are loaded with care: their columns have an end
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)

@@ -28,6 +28,7 @@ class PagedAttentionShape:
       qq_bias: shape of the bias, or None.
       has_score_scale: an f32[1] that multiplies the scores is passed.
       scales_per_head: `k_scale` and `v_scale` are [L, H], not [L].
+      context_only: only keys before this step's tokens are seen.
     """
 
     num_tokens: int
@@ -51,6 +52,7 @@ class PagedAttentionShape:
     scales_per_head: bool = False
     has_output_scale: bool = False
     return_lse: bool = False
+    context_only: bool = False
 
     @property
     def group(self) -> int:
@@ -248,7 +250,8 @@ def _common_constants(shape: PagedAttentionShape, arch: Arch) -> dict[str, Any]:
         "NUM_HEADS": shape.num_heads,
         "GROUP": shape.group,
         "SCALE": float(shape.scale),
-        "CAUSAL": shape.causal,
+        "CAUSAL": shape.causal and not shape.context_only,  # a key of the context is before every query
+        "CONTEXT_ONLY": shape.context_only,
         "WINDOW": shape.sliding_window or 0,
         "SOFT_CAP": float(shape.logits_soft_cap or 0.0),
         "BIAS_ROWS": rows,
@@ -276,10 +279,10 @@ def _constants(common: dict[str, Any], names: str, **own: Any) -> tuple[tuple[st
 
 
 _KERNEL_CONSTANTS = (
-    "SEQS_PAD NUM_HEADS GROUP SCALE CAUSAL WINDOW SOFT_CAP BIAS_ROWS BIAS_COLUMNS HEAD_SIZE HEAD_PAD NUM_BLOCKS BLOCK_SIZE "
+    "SEQS_PAD NUM_HEADS GROUP SCALE CAUSAL CONTEXT_ONLY WINDOW SOFT_CAP BIAS_ROWS BIAS_COLUMNS HEAD_SIZE HEAD_PAD NUM_BLOCKS BLOCK_SIZE "
     "QUERY_KIND STORED COMPUTE OUT_KIND HARDWARE_FP8 ROW_FACTOR QUANTIZED SCALE_HEADS WIDE K_SIDE V_SIDE"
 )
-_REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
+_REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL CONTEXT_ONLY WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
 
 
 def _args(names: dict[str, Buffer], wanted: str, *numbers: int) -> tuple[Any, ...]:

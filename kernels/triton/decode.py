@@ -14,10 +14,19 @@ from .tiles import LOG2E, attend_range, key_bounds, side_base, tile_bounds
 
 
 @triton.jit
-def tiles_of(query_len, kv_len, is_seq, SPLIT_TOKENS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def tiles_of(
+    query_len,
+    kv_len,
+    is_seq,
+    SPLIT_TOKENS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Tiles to read for sequences (one, or a vector of them); none for those that the split kernel leaves alone."""
     context = kv_len - query_len
-    begin, end, _, _ = key_bounds(context, kv_len - 1, kv_len, CAUSAL, WINDOW)
+    begin, end, _, _ = key_bounds(context, kv_len - 1, context if CONTEXT_ONLY else kv_len, CAUSAL, WINDOW)
     lo, hi, _, _ = tile_bounds(begin, end, begin, end, TILE)
     return tl.where(is_seq & (query_len > 0) & (query_len <= SPLIT_TOKENS), hi - lo, 0)
 
@@ -30,13 +39,15 @@ def tiles_of_batch(
     SEQS_PAD: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
     seqs = tl.arange(0, SEQS_PAD)
     is_seq = seqs < num_seqs
     query_len = tl.load(query_start_loc + seqs + 1, mask=is_seq, other=0) - tl.load(query_start_loc + seqs, mask=is_seq, other=0)
-    return seqs, tiles_of(query_len, tl.load(seq_lens + seqs, mask=is_seq, other=0), is_seq, SPLIT_TOKENS, CAUSAL, WINDOW, TILE)
+    kv_len = tl.load(seq_lens + seqs, mask=is_seq, other=0)
+    return seqs, tiles_of(query_len, kv_len, is_seq, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
 
 
 @triton.jit
@@ -70,6 +81,7 @@ def paged_attention_split(
     SPLIT_TOKENS: tl.constexpr,
     SCALE: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     BIAS_ROWS: tl.constexpr,
@@ -99,7 +111,7 @@ def paged_attention_split(
     part = program // HEAD_BLOCKS
     kv_head = head_block // HEAD_TILES
 
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, WINDOW, TILE)
+    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
     ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0)
     share = (total + PROGRAMS - 1) // PROGRAMS
@@ -135,7 +147,7 @@ def paged_attention_split(
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
         kv_len = tl.load(seq_lens + seq)
-        count = tiles_of(query_len, kv_len, seq < num_seqs, SPLIT_TOKENS, CAUSAL, WINDOW, TILE)
+        count = tiles_of(query_len, kv_len, seq < num_seqs, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
         seg_lo = tl.maximum(share_begin - seq_begin, 0)
         seg_hi = tl.minimum(share_end - seq_begin, count)
         if seg_hi > seg_lo:
@@ -146,7 +158,8 @@ def paged_attention_split(
             q, factor = load_query(q_base, q_offsets, ok, scalar_factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
             mass, peak = start_rows(sinks, head, ok, seg_lo, ROWS)
             acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-            key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, kv_len, CAUSAL, WINDOW)
+            keys = context if CONTEXT_ONLY else kv_len
+            key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, keys, CAUSAL, WINDOW)
             if BIAS_COLUMNS > 0:
                 full_end = tl.minimum(full_end, tl.maximum(context, 0))
             lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
@@ -237,6 +250,7 @@ def paged_attention_reduce(
     ROWS: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CONTEXT_ONLY: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -270,7 +284,7 @@ def paged_attention_reduce(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     if (query_len <= 0) | (query_len > SPLIT_TOKENS):
         return
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, WINDOW, TILE)
+    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
     total = tl.sum(counts, 0)
     begin = tl.sum(tl.where(seqs < seq, counts, 0), 0)
     count = tl.sum(tl.where(seqs == seq, counts, 0), 0)

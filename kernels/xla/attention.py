@@ -114,6 +114,7 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
         for scale in (call.cache.k_scale, call.cache.v_scale)
     )
     factor = jnp.float32(call.scale) if call.score_scale is None else call.scale * call.score_scale
+    contexts = seq_lens - (starts[1:] - starts[:-1])
     if new_tokens is not None:
         dtype = jnp.dtype(jnp.float32)
         key, value = new_tokens
@@ -122,8 +123,9 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     problem = Problem(
         query=call.query,
         query_start_loc=starts,
-        lengths=jnp.minimum(seq_lens, width * spec.block_size),  # a position past the table has no block
-        contexts=seq_lens - (starts[1:] - starts[:-1]),
+        # A position past the table has no block.
+        lengths=jnp.minimum(contexts if call.context_only else seq_lens, width * spec.block_size),
+        contexts=contexts,
         source=source,
         score_factor=factor * k_scale,
         sinks=call.sinks,
