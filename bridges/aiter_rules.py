@@ -141,7 +141,6 @@ def _paged_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, 
     return (
         None if call.metadata.causal else "causal only (metadata.causal)",
         "attends whole sequences, not the part before this step's tokens" if call.context_only else None,
-        "attends whole sequences, not the part before this step's tokens" if call.context_only else None,
         "returns no log-sum-exp (return_lse)" if call.return_lse else None,
         "reads a tree's bias as wide as its row stride, unmasked by rows (qq_bias)" if call.qq_bias is not None else None,
         f"no {dtype} queries" if dtype not in _FULL and not fp8_query else None,
