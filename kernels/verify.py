@@ -256,24 +256,27 @@ LOADS = {
 
 def needs_of(job: Job) -> Needs:
     """Compiles here and now; see `compile_job`."""
-    compiled = compile_job(job)
-    text, facts = compiled.asm["amdgcn"], arch_facts(job.arch)
+    return read_needs(compile_job(job), kernel=job.launch.kernel.partition(":")[2], arch=job.arch, num_warps=job.launch.num_warps)
+
+
+def read_needs(compiled: Any, *, kernel: str, arch: str, num_warps: int) -> Needs:
+    """What Triton's compiled kernel, whoever's it is, needs of the architecture that it was compiled for."""
+    text, facts, lds = compiled.asm["amdgcn"], arch_facts(arch), compiled.metadata.shared
 
     def entry(name: str) -> int:
         return int((re.findall(rf"\.{name}:\s+(\d+)", text) or [0])[0])
 
-    lds, warps = compiled.metadata.shared, job.launch.num_warps
     waves = int(re.findall(r";\s*Occupancy:\s*(\d+)", text)[0])
     if lds:
-        waves = min(waves, max(1, facts.shared_bytes // lds * warps // SIMDS))
+        waves = min(waves, max(1, facts.shared_bytes // lds * num_warps // SIMDS))
     loads = (
         (bits, len(re.findall(rf"\b(?:global|buffer|flat)_load_(?:lds_|async_to_lds_|tr_)?(?:{names})\b", text)))
         for bits, names in LOADS.items()
     )
     return Needs(
-        kernel=job.launch.kernel.partition(":")[2],
-        arch=job.arch,
-        num_warps=warps,
+        kernel=kernel,
+        arch=arch,
+        num_warps=num_warps,
         vgprs=entry("vgpr_count"),
         agprs=entry("agpr_count"),
         sgprs=entry("sgpr_count"),

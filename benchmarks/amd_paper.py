@@ -1,0 +1,291 @@
+"""What AMD parts could do with our kernels and with AITER's, on paper: `python -m benchmarks.amd_paper`. Nothing is run, nothing measured.
+
+Compiles both for MI300X and MI355X without a GPU, in the configurations that our tuning tables and AITER's own wrapper choose, reads the
+main loops off the assembly, and derives bounds. Writes `benchmarks/results/amd_paper.json` and the same to read, `amd_paper.md`.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from purepage.bridges import aiter_package
+from purepage.functional.cache import CacheSpec
+from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.tuning.archs import arch_facts
+from purepage.kernels.verify import SIMDS, Needs, compile_job, jobs_of, read_needs
+
+from . import amd_paper_text
+from .aiter_launches import compile_recorded, launches_of
+from .amd_isa import RESULTS, native_fp8
+from .amd_loop import Alone, Counts, Instruction, alone, count, is_matrix, main_loop, matrix_cycles, matrix_flops
+from .cases import GPU_CASES, Case
+
+NS = 1e-9
+CASES = tuple(
+    case
+    for case in GPU_CASES
+    if case.name
+    in (
+        "decode 64 x 8192",
+        "decode 256 x 2048",
+        "decode 8 x 4096",
+        "decode 64 x 8192, block 16",
+        "decode 64 x 8192, fp8 cache",
+        "prefill 1 x 8192",
+        "chunked 16 x (512 of 2048)",
+        "prefill 1 x 8192, fp8 cache",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part as AMD publishes it (data sheets and white papers of CDNA 3 and 4), and what we assume of it.
+
+    Attributes:
+      bytes_per_s, flops_per_s: of HBM; dense products of 16-bit operands.
+      compute_units, hertz: at the peak clock.
+      lds_read, lds_write, cache: bytes a cycle of one compute unit: shared memory, and its vector cache.
+      transcendental: cycles of a transcendental instruction of 64 lanes.
+    """
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+    compute_units: int
+    hertz: float
+    lds_read: int
+    lds_write: int
+    cache: int
+    transcendental: int
+
+
+PARTS = {
+    "gfx942": Part("MI300X", 5.3e12, 1307e12, 304, 2.1e9, 128, 128, 64, 16),
+    "gfx950": Part("MI355X", 8.0e12, 2500e12, 256, 2.4e9, 256, 128, 64, 8),
+}
+ELSEWHERE = ("gfx90a", "gfx1100", "gfx1201", "gfx1250")
+ELSEWHERE_CASES = ("decode 64 x 8192", "prefill 1 x 8192")
+MEMORY_LATENCY, CACHE_LATENCY = 800 * NS, 300 * NS
+"""Assumed: of a load from HBM under load (keys and values in decode), and of one that other programs brought into a cache before (keys
+and values in prefill, block ids always)."""
+VGPRS, GRANULE, MOST_WAVES = 512, 8, 8
+"""Of a SIMD of CDNA 3 and 4: registers of a lane, in steps of so many; waves."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled launch. `rows` and `tile`: query rows by keys of a pass of its main loop; `busy`: programs that have work."""
+
+    contender: str
+    case: Case
+    needs: Needs
+    rows: int
+    tile: int
+    stages: int
+    busy: int
+    body: tuple[Instruction, ...]
+
+
+def _queries(case: Case) -> int:
+    return max(new for new, _ in case.lengths)
+
+
+def ours(case: Case, arch: str) -> Iterator[Kernel]:
+    """The launches of our own plan; keys and values in one packed cache."""
+    spec = CacheSpec(
+        num_blocks=case.num_blocks,
+        block_size=case.block_size,
+        num_kv_heads=case.num_kv_heads,
+        head_size=case.head_size,
+        num_layers=1,
+        dtype=native_fp8(arch) if case.cache_dtype.startswith("float8") else case.cache_dtype,
+        content=case.content,
+    )
+    shape = PagedAttentionShape(
+        num_tokens=case.num_tokens,
+        num_seqs=len(case.lengths),
+        num_heads=case.num_heads,
+        table_width=case.width,
+        cache=spec,
+        query_dtype=case.dtype,
+        output_dtype=case.dtype,
+        max_query_len=_queries(case),
+        scale=case.head_size**-0.5,
+    )
+    for job in jobs_of(plan_paged_attention(shape, arch), arch):
+        compiled, launch, constants = compile_job(job), job.launch, dict(job.launch.constants)
+        name = launch.kernel.partition(":")[2]
+        if not case.is_decode and name != "paged_attention_tiled":
+            continue  # it finds no sequence short enough
+        needs = read_needs(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
+        body = tuple(main_loop(compiled.asm["amdgcn"]))
+        yield Kernel("purepage", case, needs, constants["ROWS"], constants["TILE"], launch.num_stages, math.prod(launch.grid), body)
+
+
+def aiter(case: Case, arch: str) -> Iterator[Kernel]:
+    """The launches of AITER's own wrapper; nothing where the package is not installed."""
+    if aiter_package.root() is None:
+        return
+    for launch in launches_of(case, arch, native_fp8(arch)):
+        compiled, given = compile_recorded(launch, arch), launch.given
+        needs = read_needs(compiled, kernel=launch.name, arch=arch, num_warps=given["num_warps"])
+        busy = math.prod(launch.grid)
+        if case.is_decode and "BLOCK_M" in given:  # a grid for any lengths: most of it finds no query
+            busy = len(case.lengths) * case.num_kv_heads * given.get("NUM_SEGMENTS_PER_SEQ", 1)
+        body = tuple(main_loop(compiled.asm["amdgcn"]))
+        yield Kernel("AITER", case, needs, given.get("BLOCK_M", 0), given["TILE_SIZE"], given["num_stages"], busy, body)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Workgroups of one compute unit: those that registers, shared memory and wave slots have room for, and those that the grid fills."""
+
+    room: int
+    resident: int
+    waves_per_simd: float
+
+
+def residency(needs: Needs, part: Part, busy: int) -> Residency:
+    waves = min(MOST_WAVES, VGPRS // (-(-needs.vgprs // GRANULE) * GRANULE)) * SIMDS
+    room = waves // needs.num_warps
+    if needs.lds_bytes:
+        room = min(room, arch_facts(needs.arch).shared_bytes // needs.lds_bytes)
+    resident = max(1, min(room, -(-busy // part.compute_units)))
+    return Residency(room, resident, resident * needs.num_warps / SIMDS)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Bounds on paper of one kernel on one part.
+
+    Attributes:
+      kv_bytes, flops: of one tile, as the tile needs them; loaded_bytes, matrix_flops: as the waves' instructions make them.
+      cycles: of one compute unit by unit, for one tile: matrix, vector, lds, cache.
+      bounds: bytes/s (decode) or FLOP/s (prefill) that each limit allows the whole part.
+      limit: name of the lowest.
+    """
+
+    kv_bytes: int
+    flops: int
+    loaded_bytes: int
+    matrix_flops: int
+    cycles: dict[str, float]
+    alone: Alone
+    bounds: dict[str, float]
+    limit: str
+
+
+def paper(kernel: Kernel, counts: Counts, part: Part, waves: Residency) -> Paper:
+    """Derives the bounds of a kernel that has a main loop."""
+    needs, case = kernel.needs, kernel.case
+    itemsize = 1 if case.cache_dtype.startswith("float8") else 2
+    kv_bytes = 2 * kernel.tile * case.head_size * itemsize
+    flops = 4 * kernel.rows * kernel.tile * case.head_size
+    lanes = needs.num_warps * arch_facts(needs.arch).wave_size
+    matrix = [line for line in kernel.body if is_matrix(line)]
+    each_simd = needs.num_warps / SIMDS  # waves of a workgroup that share one SIMD
+    vector = 4 * (counts.vector - counts.transcendental) + part.transcendental * counts.transcendental
+    cycles = {
+        "matrix": each_simd * sum(map(matrix_cycles, matrix)),
+        "vector": each_simd * (vector + 4 * len(matrix)),
+        "lds": lanes * (counts.lds_read / part.lds_read + counts.lds_write / part.lds_write),
+        "cache": lanes * counts.load_bytes / part.cache,
+    }
+    wide = MEMORY_LATENCY if case.is_decode else CACHE_LATENCY
+    one = alone(
+        kernel.body,
+        wide_latency=round(wide * part.hertz),
+        narrow_latency=round(CACHE_LATENCY * part.hertz),
+        transcendental=part.transcendental,
+    )
+    work, per_tile = (kv_bytes, part.bytes_per_s) if case.is_decode else (flops, part.flops_per_s)
+    whole = work * part.compute_units * part.hertz
+    bounds = {"memory" if case.is_decode else "matrix peak": per_tile}
+    bounds |= {f"{unit} cycles": whole / spent for unit, spent in cycles.items() if spent}
+    if case.is_decode:
+        bounds["bytes in flight"] = waves.resident * lanes * one.in_flight * part.compute_units / MEMORY_LATENCY
+    bounds["waves alone"] = whole * waves.resident / one.cycles
+    return Paper(
+        kv_bytes=kv_bytes,
+        flops=flops,
+        loaded_bytes=lanes * counts.load_bytes,
+        matrix_flops=needs.num_warps * sum(map(matrix_flops, matrix)),
+        cycles=cycles,
+        alone=one,
+        bounds=bounds,
+        limit=min(bounds, key=lambda name: bounds[name]),
+    )
+
+
+def record(kernel: Kernel, arch: str) -> dict[str, Any]:
+    """One row of the JSON."""
+    part = PARTS[arch]
+    waves = residency(kernel.needs, part, kernel.busy)
+    row = {
+        "case": kernel.case.name,
+        "part": part.name,
+        "contender": kernel.contender,
+        **{name: value for name, value in asdict(kernel.needs).items() if name not in ("loads", "error", "waves_per_simd", "matrix_ops")},
+        **{name: getattr(kernel, name) for name in ("rows", "tile", "stages", "busy")},
+        **asdict(waves),
+    }
+    if kernel.body:
+        counts = count(kernel.body)
+        derived = paper(kernel, counts, part, waves)
+        row |= {"loop": {**asdict(counts), "bytes_per_load": counts.bytes_per_load}, "bound on paper": asdict(derived)}
+        row["loop"] |= {"matrix": dict(counts.matrix), "loads": dict(counts.loads)}
+    return row
+
+
+def counted(case: Case, arch: str) -> Iterator[dict[str, Any]]:
+    """Rows of our kernels with a main loop on an arch that no part is named for: counts, no bounds."""
+    for kernel in ours(case, arch):
+        if kernel.body:
+            needs, counts = kernel.needs, count(kernel.body)
+            loop = {**asdict(counts), "matrix": dict(counts.matrix), "loads": dict(counts.loads)}
+            named = {"case": case.name, "contender": kernel.contender, "arch": arch, "kernel": needs.kernel, "loop": loop}
+            yield (
+                named
+                | {name: getattr(kernel, name) for name in ("rows", "tile", "stages")}
+                | {name: getattr(needs, name) for name in ("num_warps", "vgprs", "agprs", "lds_bytes", "waves_per_simd")}
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", choices=PARTS, action="append", help="only this one, nothing is written")
+    parser.add_argument("--only", default="", help="only cases whose name contains this, nothing is written")
+    options = parser.parse_args()
+    rows = [
+        record(kernel, arch)
+        for arch in options.arch or PARTS
+        for case in CASES
+        if options.only in case.name
+        for compiled in (ours, aiter)
+        for kernel in compiled(case, arch)
+    ]
+    versions = {name: importlib.metadata.version(name) for name in ("triton", "amd-aiter") if name == "triton" or aiter_package.root()}
+    if options.arch or options.only:
+        print(amd_paper_text.document(rows, [], [], versions, {arch: asdict(part) for arch, part in PARTS.items()}))
+        return
+    isa = json.loads((RESULTS / "amd_isa.json").read_text())
+    others = [row for arch in ELSEWHERE for case in CASES if case.name in ELSEWHERE_CASES for row in counted(case, arch)]
+    text = amd_paper_text.document(rows, others, isa, versions, {arch: asdict(part) for arch, part in PARTS.items()})
+    document = {
+        "what": "bounds on paper: nothing was run, nothing measured",
+        "versions": versions,
+        "parts": {arch: asdict(part) for arch, part in PARTS.items()},
+        "assumed": {"memory_latency_s": MEMORY_LATENCY, "cache_latency_s": CACHE_LATENCY, "more": list(amd_paper_text.ASSUMPTIONS)},
+    }
+    lines = ",\n".join("  " + json.dumps(row) for row in (*rows, *others))
+    (RESULTS / "amd_paper.json").write_text(json.dumps(document, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+    (RESULTS / "amd_paper.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
