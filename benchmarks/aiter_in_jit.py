@@ -29,9 +29,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from benchmarks.cases import Case, WriterCase
 
-FINITE, RECORD = "PUREPAGE_AITER_FINITE_CACHE", "PUREPAGE_AITER_COMMAND_BUFFER"
-EVERY_SWITCH: tuple[tuple[str, ...], ...] = ((), (RECORD,), (FINITE,), (FINITE, RECORD))
-SHOWN = {(): "none", (RECORD,): "command buffer", (FINITE,): "finite", (FINITE, RECORD): "finite, command buffer"}
+FINITE, RECORD, DECODE = "PUREPAGE_AITER_FINITE_CACHE", "PUREPAGE_AITER_COMMAND_BUFFER", "PUREPAGE_AITER_PAGED_DECODE"
+SHOWN: Mapping[tuple[str, ...], str] = {
+    (): "none",
+    (RECORD,): "command buffer",
+    (FINITE,): "finite",
+    (FINITE, RECORD): "finite, command buffer",
+    (DECODE,): "paged decode",
+}
+"""Sets of switches, as the table names them. What allocates nothing comes without the recording first."""
+PREFILL = tuple(SHOWN)[:4]
 WRONG = ("wrong", "failed", "not recorded")
 Row = dict[str, Any]
 
@@ -41,7 +48,7 @@ class Workload:
     """An attention case, and the switches under which AITER runs it."""
 
     case: Case
-    switches: tuple[tuple[str, ...], ...] = EVERY_SWITCH
+    switches: tuple[tuple[str, ...], ...] = tuple(SHOWN)
 
 
 def _decode(count: int, context: int) -> tuple[tuple[int, int], ...]:
@@ -52,11 +59,11 @@ def _decode(count: int, context: int) -> tuple[tuple[int, int], ...]:
 GPU = (
     Workload(Case("decode 64 x 8192", _decode(64, 8192))),
     Workload(Case("decode 8 x 4096", _decode(8, 4096))),
-    Workload(Case("chunked 16 x (512 of 2048)", tuple((512, n) for _, n in _decode(16, 2048)))),
-    Workload(Case("mixed 2048 + 63 x 4096", ((2048, 2048), *_decode(63, 4096)))),
+    Workload(Case("chunked 16 x (512 of 2048)", tuple((512, n) for _, n in _decode(16, 2048))), PREFILL),
+    Workload(Case("mixed 2048 + 63 x 4096", ((2048, 2048), *_decode(63, 4096))), PREFILL),
     Workload(Case("decode 256 x 2048", _decode(256, 2048))),
     Workload(Case("decode 64 x 8192, fp8 cache", _decode(64, 8192), cache_dtype="float8_e4m3fn")),
-    Workload(Case("decode 64 x 8192, flash", _decode(64, 8192), content="flash"), EVERY_SWITCH[::3]),
+    Workload(Case("decode 64 x 8192, flash", _decode(64, 8192), content="flash"), ((), (FINITE, RECORD))),
     Workload(Case("decode 64 x 8192, shuffled", _decode(64, 8192), content="shuffled"), ((),)),
 )
 WRITERS = (
@@ -65,7 +72,7 @@ WRITERS = (
 )
 _TINY: Row = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "block_size": 16, "dtype": "float16", "cache_dtype": "float16"}
 TINY = (
-    Workload(Case("decode 3 x 48", _decode(3, 48), **_TINY), ((), (FINITE, RECORD))),
+    Workload(Case("decode 3 x 48", _decode(3, 48), **_TINY), ((), (FINITE, RECORD), (DECODE,))),
     Workload(Case("mixed 9 + 2 x 32", ((9, 20), *_decode(2, 32)), **_TINY), ((), (RECORD,))),
     Workload(Case("decode 2 x 48, shuffled", _decode(2, 48), **_TINY | {"content": "shuffled"}), ((),)),
 )
@@ -75,7 +82,7 @@ TINY_WRITERS = (WriterCase("rope, 4 tokens", "rope", 4, 2, 1, 32, 16, 8, dtype="
 @contextmanager
 def switched_on(names: tuple[str, ...]) -> Iterator[None]:
     """Inside, exactly these of AITER's switches are on; they are read when a function is traced."""
-    before = {name: os.environ.pop(name, None) for name in (FINITE, RECORD)}
+    before = {name: os.environ.pop(name, None) for name in (FINITE, RECORD, DECODE)}
     os.environ.update(dict.fromkeys(names, "1"))
     try:
         yield

@@ -10,6 +10,9 @@ What an operator can't do right is refused (`aiter_rules`); what can be worked a
 - `max_seqlen_q == 1` makes recent releases take token s for sequence s, whatever the query starts say: queries are gathered to that first.
 - Rows of padding and of empty sequences, which AITER leaves as they are, become 0.
 - Entries of the block table that nobody needs become valid blocks, and rows are padded to the tiles that are loaded.
+
+Steps of one query a sequence go to AITER's other attention operator, its paged decode (`aiter_decode`), where
+`PUREPAGE_AITER_PAGED_DECODE=1` asks for it, and where `unified_attention` can't serve them.
 """
 
 from dataclasses import dataclass
@@ -22,14 +25,24 @@ from jaxtyping import Array
 from ..functional.cache import CacheSpec
 from ..functional.calls import PagedAttentionCall
 from . import aiter_package as package
-from .aiter_rules import SPLIT_KERNEL_FROM, finite_cache_promised, recording_allowed, refusals, splits_a_sequence, takes_score_scale
-from .aiter_views import Pages, page_table, pages, window_table
+from .aiter_decode import paged_decode
+from .aiter_rules import (
+    SPLIT_KERNEL_FROM,
+    decodes,
+    finite_cache_promised,
+    recording_allowed,
+    refusals,
+    splits_a_sequence,
+    takes_score_scale,
+)
+from .aiter_views import TILE, Pages, native_page, page_table, pages, token_sequences, window_table
 from .aiter_writers import (
     qk_norm_mrope_and_update_cache,
     qk_norm_rope_and_update_cache,
     rope_and_update_cache,
     update_cache,
 )
+from .arch import default_arch
 from .callback import call_torch
 
 __all__ = [
@@ -41,8 +54,6 @@ __all__ = [
     "update_cache",
 ]
 
-_TILE = 64
-"""Most keys that a kernel loads at once: block-table rows cover whole tiles."""
 _MASKED_PAGE = 8
 """Smaller than every tile, so that no tile is exactly one page."""
 
@@ -89,6 +100,8 @@ class UnifiedAttention:
 
 def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
     """(out [T, Hq, D], None)."""
+    if decodes(call, default_arch()):
+        return paged_decode(call), None
     operator, arrays, rows = plan_unified_attention(call)
     shape = (arrays["query"].shape[0], *call.query.shape[1:])
     # The split kernel and an output scale allocate through torch, which a recorded command buffer must not depend on.
@@ -97,7 +110,7 @@ def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
     late_scale = _scales_values_late(call)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32 if late_scale else call.output_dtype)]
     (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)
-    sequence, visible = _rows(call)
+    sequence, visible = token_sequences(call.metadata, call.query.shape[0])
     if rows == "sequences":
         out = jnp.take(out, sequence, axis=0)
     if late_scale:
@@ -111,10 +124,10 @@ def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, 
     starts, lengths = metadata.query_start_loc.astype(jnp.int32), metadata.seq_lens.astype(jnp.int32)
     most = min(metadata.max_seq_len or spec.block_size * metadata.block_table.shape[1], spec.block_size * metadata.block_table.shape[1])
     query, rows, longest = call.query, "tokens", max(metadata.max_query_len, 2)
-    native = finite_cache_promised() and _native_page(spec) >= 16
+    native = finite_cache_promised() and native_page(spec) >= 16
     if native:
-        view = pages(spec, _native_page(spec))
-        table = page_table(metadata.block_table, call.layer, view, spec, multiple=max(_TILE // view.page, 1))
+        view = pages(spec, native_page(spec))
+        table = page_table(metadata.block_table, call.layer, view, spec, multiple=max(TILE // view.page, 1))
         if metadata.max_query_len == 1:
             query, rows, longest = jnp.take(query, jnp.clip(starts[:-1], 0, query.shape[0] - 1), axis=0), "sequences", 1
             starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
@@ -124,12 +137,12 @@ def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, 
         most = min(most, SPLIT_KERNEL_FROM)
         if call.sliding_window is None:
             view = pages(spec, _MASKED_PAGE)
-            table = page_table(metadata.block_table, call.layer, view, spec, multiple=_TILE // view.page)
+            table = page_table(metadata.block_table, call.layer, view, spec, multiple=TILE // view.page)
         else:
             view = pages(spec, 1)
             first = jnp.maximum(lengths - (starts[1:] - starts[:-1]) - call.sliding_window + 1, 0)
             keys = min(spec.block_size * metadata.block_table.shape[1], call.sliding_window + metadata.max_query_len)
-            table = window_table(metadata.block_table, call.layer, view, spec, first=first, width=-(-keys // _TILE) * _TILE)
+            table = window_table(metadata.block_table, call.layer, view, spec, first=first, width=-(-keys // TILE) * TILE)
             lengths = lengths - first
     arrays = {
         "query": query,
@@ -156,11 +169,6 @@ def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, 
     return operator, arrays, rows
 
 
-def _native_page(spec: CacheSpec) -> int:
-    """The largest page that AITER's own choice of tiles accepts: a power of two, no longer than a tile."""
-    return min(spec.block_size & -spec.block_size, _TILE)
-
-
 def _scales(call: PagedAttentionCall, spec: CacheSpec) -> dict[str, Array]:
     """Factors of an fp8 cache; what multiplies the scores besides goes with the query's where there is such, else with the keys'.
 
@@ -183,12 +191,3 @@ def _scales_values_late(call: PagedAttentionCall) -> bool:
     to a float32 output instead, and nothing is rounded twice. Keys they round all the same.
     """
     return call.cache.spec.is_quantized and call.output_scale is None and not takes_score_scale()
-
-
-def _rows(call: PagedAttentionCall) -> tuple[Array, Array]:
-    """(sequence of each token, whether the token sees any key)."""
-    starts, lengths = call.metadata.query_start_loc, call.metadata.seq_lens
-    token = jnp.arange(call.query.shape[0], dtype=starts.dtype)
-    sequence = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, lengths.shape[0] - 1)
-    position = lengths[sequence] - (starts[sequence + 1] - token)
-    return sequence, (token < starts[-1]) & (position >= 0)

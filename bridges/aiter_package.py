@@ -38,6 +38,7 @@ OPERATORS: Mapping[str, Operator] = {
     operator.name: operator
     for operator in (
         Operator("unified_attention", ("ops.triton.attention.unified_attention", "ops.triton.unified_attention"), False),
+        Operator("paged_attention_decode", ("ops.triton.attention.pa_decode", "ops.triton.pa_decode"), False),
         Operator(
             "fused_qk_rope_reshape_and_cache",
             ("ops.triton.fusions.fused_kv_cache", "ops.triton.rope.fused_kv_cache", "ops.triton.fused_kv_cache"),

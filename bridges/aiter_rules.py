@@ -20,6 +20,9 @@ FINITE_VARIABLE = "PUREPAGE_AITER_FINITE_CACHE"
 """Environment variable: 1 promises that slots which nobody sees hold no NaN or Inf. AITER's split and decode kernels read whole pages and
 weigh what they should not see by 0, so without the promise its masked kernel serves every call."""
 
+DECODE_VARIABLE = "PUREPAGE_AITER_PAGED_DECODE"
+"""Environment variable: 1 sends steps of one query a sequence to AITER's paged decode, where it can serve them."""
+
 SPLIT_KERNEL_FROM = 512
 """AITER's choice between its two kernels: never the split one for at most this many keys."""
 
@@ -42,6 +45,17 @@ def recording_allowed() -> bool:
 
 def finite_cache_promised() -> bool:
     return os.environ.get(FINITE_VARIABLE) == "1"
+
+
+def paged_decode_wanted() -> bool:
+    return os.environ.get(DECODE_VARIABLE) == "1"
+
+
+def decodes(call: PagedAttentionCall, arch: Arch) -> bool:
+    """Whether AITER's paged decode serves a call, and not `unified_attention`: it can, and is asked for or the other can't."""
+    if package.source("paged_attention_decode") is None or any(_paged_decode(call, arch)):
+        return False
+    return paged_decode_wanted() or any(_unified_attention(call, arch))
 
 
 def takes_score_scale() -> bool:
@@ -71,7 +85,7 @@ def _width(call: PagedAttentionCall) -> int:
 def refusals(operation: str, call: Any, by_name: bool) -> tuple[str, ...]:
     """Why AITER can't serve this call here; see `purepage.functional.dispatch`."""
     arch = default_arch()
-    why = package.why_not(operator_of(operation, call), arch) or _why_not_here(arch, by_name)
+    why = package.why_not(operator_of(operation, call, arch), arch) or _why_not_here(arch, by_name)
     if why:
         return (why,)
     return rule_refusals(operation, call, by_name, arch)
@@ -80,19 +94,23 @@ def refusals(operation: str, call: Any, by_name: bool) -> tuple[str, ...]:
 def rule_refusals(operation: str, call: Any, by_name: bool, arch: Arch) -> tuple[str, ...]:
     """What the operator itself can't do on an architecture, wherever it is asked."""
     reasons = _RULES[operation](call, arch)
-    name = operator_of(operation, call)
+    name = operator_of(operation, call, arch)
     if package.OPERATORS[name].hip and arch.name not in _HIP_ARCHS:
         reasons = (f"{name} is HIP code for {' and '.join(_HIP_ARCHS)}, not {arch.name}", *reasons)
-    if not by_name and operation == "paged_attention":
+    if not by_name and name == "paged_attention_decode" and not paged_decode_wanted():
+        hint = f"its paged decode can, asked for by name or with {DECODE_VARIABLE}=1"
+        reasons = (*_unified_attention(call, arch), hint)
+    if not by_name and name == "unified_attention":
         reasons = (*reasons, *_declined(call))
     return tuple(reason for reason in reasons if reason)
 
 
-def operator_of(operation: str, call: Any) -> str:
+def operator_of(operation: str, call: Any, arch: Arch) -> str:
     """The AITER operator that serves an operation."""
     flash = operation == "update_cache" and call.cache.local_spec.content == "flash"
+    decode = operation == "paged_attention" and decodes(call, arch)
     return {
-        "paged_attention": "unified_attention",
+        "paged_attention": "paged_attention_decode" if decode else "unified_attention",
         "update_cache": "reshape_and_cache_flash" if flash else "reshape_and_cache",
         "rope_and_update_cache": "fused_qk_rope_reshape_and_cache",
         "qk_norm_rope_and_update_cache": "fused_qk_norm_rope_cache_pts_quant_shuffle",
@@ -133,6 +151,34 @@ def _dtype_reason(spec: CacheSpec, arch: Arch, fp8: bool) -> str | None:
 
 
 def _paged_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, ...]:
+    return () if decodes(call, arch) else _unified_attention(call, arch)
+
+
+def _paged_decode(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, ...]:
+    """Of `paged_attention_decode`. Causality is no matter for one query, which is the last of its sequence."""
+    spec, dtype = call.cache.local_spec, call.query.dtype
+    group = call.query.shape[1] // spec.num_kv_heads
+    return (
+        None if call.metadata.max_query_len == 1 else "one query a sequence only (metadata.max_query_len)",
+        "has no window (sliding_window)" if call.sliding_window is not None else None,
+        "has no soft cap (logits_soft_cap)" if call.logits_soft_cap else None,
+        "has no sinks (sinks)" if call.sinks is not None else None,
+        "returns no log-sum-exp (return_lse)" if call.return_lse else None,
+        "adds no bias (qq_bias)" if call.qq_bias is not None else None,
+        "sees the new token too" if call.context_only else None,
+        "writes no fp8 (output_scale)" if call.output_scale is not None or jnp.dtype(call.output_dtype).itemsize == 1 else None,
+        f"no {dtype} queries" if dtype not in _FULL else None,
+        _interpreter_reason(dtype, arch),
+        f"multiplies {dtype} queries by {spec.dtype} keys" if not spec.is_quantized and spec.dtype != dtype else None,
+        _dtype_reason(spec, arch, True),
+        why_no_pages(spec, 1),
+        f"blocks of {spec.block_size} tokens: multiples of 16 only" if spec.block_size % 16 else None,
+        f"head_size {spec.head_size}: a power of two from 16" if spec.head_size & (spec.head_size - 1) or spec.head_size < 16 else None,
+        "its kernel for one query head per KV head does not say what it reads past a sequence's end" if group == 1 else None,
+    )
+
+
+def _unified_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, ...]:
     spec, dtype = call.cache.local_spec, call.query.dtype
     fp8_query = dtype not in _FULL and jnp.dtype(dtype).itemsize == 1
     decode = call.metadata.max_query_len == 1
@@ -237,7 +283,7 @@ def _qk_norm(call: QkNormRopeUpdateCall, arch: Arch) -> tuple[str | None, ...]:
         f"head_size {head_size}: 64, 128 or 256 only" if head_size not in (64, 128, 256) else None,
         f"rotary_dim {rotary_dim} is no multiple of head_size / 16" if rotary_dim % (head_size // 16) else None,
         "this release rotates whole heads only (rotary_dim)"
-        if rotary_dim != head_size and "rotary_dim" not in package.parameters(operator_of(_qk_norm_name(call), call))
+        if rotary_dim != head_size and "rotary_dim" not in package.parameters(operator_of(_qk_norm_name(call), call, arch))
         else None,
     )
 

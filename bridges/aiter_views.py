@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ..functional.cache import CacheSpec
+from ..functional.metadata import AttentionMetadata
 
 INT32_MAX = 2**31 - 1
+TILE = 64
+"""Most keys that a kernel of AITER's loads at once."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ def pages(spec: CacheSpec, page: int) -> Pages:
     )
 
 
+def native_page(spec: CacheSpec) -> int:
+    """The largest page that AITER's own choice of tiles accepts: a power of two, no longer than a tile."""
+    return min(spec.block_size & -spec.block_size, TILE)
+
+
 def why_no_pages(spec: CacheSpec, page: int) -> str | None:
     """Why a cache can't be seen as pages; None where it can."""
     if spec.content not in ("packed", "flash"):
@@ -99,3 +107,12 @@ def window_table(
     block = jnp.clip(positions // spec.block_size, 0, table.shape[1] - 1)
     physical = jnp.clip(jnp.take_along_axis(table, block, axis=1), 0, spec.num_blocks - 1)
     return view.units(physical, layer) + positions % spec.block_size
+
+
+def token_sequences(metadata: AttentionMetadata, tokens: int) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
+    """(sequence of each token, whether the token sees any key)."""
+    starts, lengths = metadata.query_start_loc, metadata.seq_lens
+    token = jnp.arange(tokens, dtype=starts.dtype)
+    sequence = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, lengths.shape[0] - 1)
+    position = lengths[sequence] - (starts[sequence + 1] - token)
+    return sequence, (token < starts[-1]) & (position >= 0)

@@ -130,6 +130,7 @@ def cases(arch: Arch) -> tuple[Case, ...]:
     grid["attention, float16"] = Attention({"dtype": _F16})
     for kind in ("decode", "mixed"):
         grid[f"attention, {kind}, fp8 cache"] = Attention({"kind": kind, "cache_dtype": fp8})
+        grid[f"attention, {kind}, fp8 cache, a scale per head"] = Attention({"kind": kind, "cache_dtype": fp8, "scales": "head"})
     for content in ("packed", "flash", "xpacked", "xpacked_interleaved_v", "shuffled"):
         grid[f"write, {content}"] = Write(content=content)
     grid["write, fp8 cache"] = Write(cache_dtype=fp8)
@@ -170,7 +171,7 @@ def check(
     found = []
     grid = [case for case in (cases(arch) if grid is None else grid) if only in case.name]
     for result in outcomes(grid, implementations):
-        write(f"{result.implementation:7} {result.verdict:8} {result.case:34} {result.detail[:300]}".rstrip())
+        write(f"{result.implementation:7} {result.verdict:8} {result.case:46} {result.detail[:300]}".rstrip())
         found.append(result)
     counts = {verdict: sum(result.verdict == verdict for result in found) for verdict in (PASSED, FAILED, REFUSED)}
     write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))

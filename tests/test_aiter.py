@@ -18,7 +18,7 @@ from purepage.testing import assert_close, random_batch, reference_rope
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
-from purepage.bridges import aiter, aiter_package, aiter_rules, aiter_writers
+from purepage.bridges import aiter, aiter_decode, aiter_package, aiter_rules, aiter_writers
 from purepage.bridges.arch import Arch, assuming_arch
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, UpdateCacheCall
@@ -146,23 +146,30 @@ def test_with_the_promise_of_a_finite_cache_aiter_chooses_its_kernel(monkeypatch
 
 @needs_package
 @on_cpu
-def test_bits_of_a_bfloat16_cache_reach_aiter_as_bfloat16(monkeypatch):
-    """Through a repaired interpreter: Triton's takes the bits of bfloat16 operands of a dot product for integers."""
+@pytest.mark.parametrize("operator", ["unified_attention", "paged_attention_decode"])
+def test_bits_of_a_bfloat16_cache_reach_aiter_as_bfloat16(monkeypatch, operator):
+    """Through a repaired interpreter: Triton's takes the bits of bfloat16 operands of a dot product, or of a sum, for integers."""
     from triton.runtime import interpreter
 
-    original = interpreter.InterpreterBuilder.create_dot
+    dot, total = interpreter.InterpreterBuilder.create_dot, interpreter.ReduceOps.sum
 
     def widened(x):
         if x.dtype.scalar.name != "bf16":
             return x
         return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), interpreter.tl.float32)
 
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: original(self, widened(a), widened(b), *rest)
-    )
-    batch = random_batch(10, dtype=BF16)
+    def wide_sum(self, x):
+        if x.dtype.scalar.name != "bf16":
+            return total(self, x)
+        return self.to_tensor(widened(x.handle).data.sum(axis=self.axis, keepdims=self.keep_dims), interpreter.tl.float32)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest))
+    monkeypatch.setattr(interpreter.ReduceOps, "sum", wide_sum)
+    decode = operator == "paged_attention_decode"
+    batch = random_batch(10, dtype=BF16, kind="decode" if decode else "mixed")
     call = paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
-    assert_close(jax.jit(aiter.paged_attention)(call)[0], batch.reference()[0], dtype=BF16)
+    out = jax.jit(aiter_decode.paged_decode if decode else lambda call: aiter.paged_attention(call)[0])(call)
+    assert_close(out, batch.reference()[0], dtype=BF16)
 
 
 @needs_package
@@ -188,6 +195,133 @@ def test_what_allocates_is_never_recorded(monkeypatch, arch, sequences, keys, fi
         jaxpr = jax.make_jaxpr(lambda call: aiter.paged_attention(call))(call)  # a function of its own: traces are kept by function
     (callback,) = [e for e in jaxpr.eqns if e.primitive.name == "buffer_callback"]
     assert callback.params["command_buffer_compatible"] == recorded
+
+
+@pytest.fixture
+def paged_decode(monkeypatch):
+    """Steps of one query a sequence go to AITER's paged decode; gives the calls that it got."""
+    monkeypatch.setenv(aiter_rules.DECODE_VARIABLE, "1")
+    served, original = [], aiter_decode.PagedDecode.__call__
+
+    def watched(self, *tensors):
+        served.append(self)
+        original(self, *tensors)
+
+    monkeypatch.setattr(aiter_decode.PagedDecode, "__call__", watched)
+    return served
+
+
+DECODES = {
+    "packed": ({"num_layers": 2}, {"layer": 1}),
+    "packed, layers inside": ({"num_layers": 2}, {"layer": 1, "order": "LHBNC"}),
+    "flash": ({"num_layers": 2}, {"layer": 1, "content": "flash"}),
+    "alibi": ({}, {"alibi_slopes": [0.5, 0.25, -0.1, 1.0]}),
+    "scale": ({}, {"scale": -0.3}),
+    "blocks of 48": ({"block_size": 48, "max_seq_len": 150}, {}),
+    "5 heads on 1": ({"head_size": 64, "num_heads": 5, "num_kv_heads": 1}, {}),
+    "split over programs": ({"max_seq_len": 2500, "num_seqs": 3, "num_heads": 2, "num_kv_heads": 1, "block_size": 64}, {}),
+    "fp8, a scale per layer": ({"cache_dtype": E4M3, "num_layers": 2}, {"layer": 1}),
+    "fp8, a scale per head": ({"cache_dtype": E4M3, "num_layers": 2, "scales": "head"}, {"layer": 1}),
+}
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("made, options", DECODES.values(), ids=DECODES)
+def test_paged_decode_over_nan_in_every_slot_that_nobody_owns(paged_decode, made, options):
+    check(random_batch(12, kind="decode", dtype=F16, **made), **options)
+    assert len(paged_decode) == 1
+
+
+@needs_package
+@on_cpu
+def test_paged_decode_takes_a_traced_scale(paged_decode):
+    batch = random_batch(7, kind="decode", dtype=F16)
+    attend = jax.jit(lambda scale: pp.paged_attention(batch.query, batch.cache(), batch.metadata, scale=scale, implementation="aiter"))
+    assert_close(attend(jnp.float32(0.4)), batch.reference(scale=0.4)[0], dtype=F16)
+    assert len(paged_decode) == 1
+
+
+@needs_package
+@on_cpu
+def test_paged_decode_serves_what_only_it_can_by_name_without_being_asked_for(paged_decode, monkeypatch):
+    monkeypatch.delenv(aiter_rules.DECODE_VARIABLE)
+    check(random_batch(14, kind="cross", dtype=F16, max_query_len=1))
+    check(random_batch(14, kind="decode", dtype=F16, cache_dtype=E4M3, scales="head"))
+    assert len(paged_decode) == 2
+    check(random_batch(14, kind="decode", dtype=F16))
+    assert len(paged_decode) == 2
+
+
+@needs_package
+@on_cpu
+def test_unified_attention_keeps_what_paged_decode_can_not_serve(paged_decode):
+    check(random_batch(13, kind="mixed", dtype=F16))
+    check(random_batch(13, kind="decode", dtype=F16, sliding_window=9), sliding_window=9)
+    assert not paged_decode
+
+
+def test_paged_decode_is_chosen_where_asked_for_or_where_only_it_can(monkeypatch):
+    """Otherwise `unified_attention` is what `implementation="aiter"` means, and `None` never finds paged decode by itself."""
+    monkeypatch.setattr(aiter_package, "source", lambda name: ("", None))
+    monkeypatch.setattr(aiter_package, "parameters", lambda name: ())
+    fnuz = ml_dtypes.float8_e4m3fnuz
+    plain, per_head = call_of(kind="decode"), call_of(kind="decode", cache_dtype=fnuz, scales="head")
+    monkeypatch.delenv(aiter_rules.DECODE_VARIABLE, raising=False)
+    assert [aiter_rules.decodes(call, MI300X) for call in (plain, per_head)] == [False, True]
+    *_, hint = aiter_rules.rule_refusals("paged_attention", per_head, False, MI300X)
+    assert aiter_rules.DECODE_VARIABLE in hint
+    assert not aiter_rules.rule_refusals("paged_attention", per_head, True, MI300X)
+    monkeypatch.setenv(aiter_rules.DECODE_VARIABLE, "1")
+    assert [aiter_rules.decodes(call, MI300X) for call in (plain, per_head)] == [True, True]
+    assert not aiter_rules.rule_refusals("paged_attention", per_head, False, MI300X)
+    assert not aiter_rules.decodes(call_of(kind="mixed"), MI300X)
+
+
+NOT_DECODED = {
+    "max_query_len": ({"kind": "mixed"}, {}),
+    "sliding_window": ({}, {"sliding_window": 9}),
+    "logits_soft_cap": ({}, {"logits_soft_cap": 3.0}),
+    "sinks": ({}, {"sinks": [0.0] * 4}),
+    "return_lse": ({}, {"return_lse": True}),
+    "qq_bias": ({}, {"qq_bias": np.zeros((4, 4), np.float32)}),
+    "output_scale": ({}, {"output_scale": 0.1}),
+    "float32 queries": ({"dtype": np.float32}, {}),
+    "float8_e5m2 cache": ({"cache_dtype": ml_dtypes.float8_e5m2}, {}),
+    "'shuffled'": ({"content": "shuffled"}, {}),
+    "multiples of 16": ({"block_size": 8}, {}),
+    "a power of two": ({"head_size": 80}, {}),
+    "one query head per KV head": ({"num_heads": 2, "num_kv_heads": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("match", NOT_DECODED)
+def test_what_paged_decode_can_not_do_right_is_refused_with_the_reason(match):
+    made, options = NOT_DECODED[match]
+    content = {"content": made["content"]} if "content" in made else {}
+    batch = random_batch(0, **{"kind": "decode", "dtype": BF16, **{k: v for k, v in made.items() if k != "content"}})
+    call = paged_attention_call(jnp.asarray(batch.query), batch.cache(**content), batch.metadata, **options)
+    reasons = [reason for reason in aiter_rules._paged_decode(call, MI300X) if reason]
+    assert reasons and any(match in reason for reason in reasons)
+
+
+@needs_package
+@on_cpu
+def test_paged_decode_addresses_pages_in_64_bits():
+    """It multiplies a table's entry by the page's stride in the table's dtype, and caches have more than 2**31 elements."""
+    import torch
+
+    batch = random_batch(0, kind="decode", dtype=F16)
+    call = paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
+    operator, arrays = aiter_decode.plan_paged_decode(call)
+    tensors = tuple(torch.from_numpy(np.array(arrays[name])) for name in operator.names)
+    given = operator.arguments(tensors, None)
+    required, names = declared("paged_attention_decode")
+    assert set(required) <= set(given) <= set(names)
+    assert given["block_tables"].dtype == torch.int64
+    assert given["k_scale"].device.type == given["v_scale"].device.type == "cpu" and given["query"].dtype == torch.float32
+    strides = {given[name].stride() for name in ("key_cache", "value_cache")}
+    assert len(strides) == 1 and given["key_cache"].shape[1] == batch.spec().num_kv_heads  # one set of strides serves both
 
 
 REFUSED = {

@@ -34,7 +34,7 @@ def test_a_run_leaves_a_row_for_each_way_and_names_no_folder(tmp_path):
     assert {"command", "date", "machine", "seconds", "xla_flags"} <= set(content) and str(tmp_path) not in json.dumps(content)
     found = {(r["kind"], r["contender"], r["switches"]): r for r in content["rows"]}
     wanted = {("attention", "purepage triton", ""), ("writer", "purepage triton", "")}
-    wanted |= {("attention", "purepage aiter", shown) for shown in ("none", "finite, command buffer")}
+    wanted |= {("attention", "purepage aiter", shown) for shown in ("none", "finite, command buffer", "paged decode")}
     wanted |= {("writer", "purepage aiter", shown) for shown in ("none", "command buffer")}
     assert wanted | {("attention", "AITER from torch", "")} == set(found)
     for key in wanted:
@@ -71,7 +71,7 @@ def test_a_wrong_result_is_not_timed_and_fails_the_run(monkeypatch, capsys):
 
     monkeypatch.setattr(peers, "ours", wrong)
     assert script.main(["--cpu", "--only", TINY.name]) == 1
-    assert "'wrong': 3" in capsys.readouterr().out
+    assert "'wrong': 4" in capsys.readouterr().out
 
 
 def test_a_run_in_which_aiter_serves_nothing_fails(monkeypatch, capsys):
@@ -83,4 +83,4 @@ def test_a_run_in_which_aiter_serves_nothing_fails(monkeypatch, capsys):
 
     monkeypatch.setattr(peers, "ours", unserved)
     assert script.main(["--cpu", "--only", TINY.name]) == 1
-    assert "'unavailable': 4" in capsys.readouterr().out
+    assert "'unavailable': 5" in capsys.readouterr().out

@@ -1,5 +1,8 @@
-"""docs/rocm.md says what is so: its table is what the rules and the plans answer. `python tests/test_rocm_docs.py` rewrites it."""
+"""docs/rocm.md says what is so: its table of who serves what is what the rules and the plans answer, its times are those of a result file.
+`python tests/test_rocm_docs.py` rewrites both.
+"""
 
+import json
 from pathlib import Path
 
 import jax
@@ -17,7 +20,7 @@ from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
 
 PAGE = Path(__file__).parents[1] / "docs/rocm.md"
-START, END = "<!-- table: tests/test_rocm_docs.py -->\n", "<!-- end of table -->"
+RESULTS = PAGE.parents[1] / "benchmarks/results/h200_aiter_in_jit.json"
 ARCHS = {"gfx90a": (104, 64), "gfx942": (304, 64), "gfx950": (256, 64), "gfx1100": (96, 32), "gfx1201": (64, 32), "gfx1250": (256, 32)}
 
 
@@ -30,9 +33,11 @@ def array(shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def attention(content="packed", dtype="bfloat16"):
-    metadata = pp.make_metadata([4, 4], [20, 20], [[0, 1], [2, 3]], block_size=16)
-    return paged_attention_call(jnp.zeros((8, 32, 128), jnp.bfloat16), pp.init_cache(cache_of(content, dtype).spec), metadata)
+def attention(content="packed", dtype="bfloat16", new=4, per_head=False):
+    metadata = pp.make_metadata([new] * 2, [20, 20], [[0, 1], [2, 3]], block_size=16)
+    scale = jnp.ones((1, 8)) if per_head else 1.0
+    cache = pp.init_cache(cache_of(content, dtype).spec, k_scale=scale, v_scale=scale)
+    return paged_attention_call(jnp.zeros((2 * new, 32, 128), jnp.bfloat16), cache, metadata)
 
 
 def write(content="packed", dtype="bfloat16"):
@@ -73,6 +78,11 @@ ROWS = {
     "attention, float8_e4m3fnuz cache": ("paged_attention", lambda: attention(dtype="float8_e4m3fnuz")),
     "attention, float8_e4m3fn cache": ("paged_attention", lambda: attention(dtype="float8_e4m3fn")),
     "attention, float8_e5m2 cache": ("paged_attention", lambda: attention(dtype="float8_e5m2")),
+    "attention, float8_e4m3fn cache, a scale per KV head": ("paged_attention", lambda: attention(dtype="float8_e4m3fn", per_head=True)),
+    "decode, float8_e4m3fn cache, a scale per KV head": (
+        "paged_attention",
+        lambda: attention(dtype="float8_e4m3fn", new=1, per_head=True),
+    ),
     "write, packed": ("update_cache", write),
     "write, flash, x-packed or shuffled": ("update_cache", lambda: write("flash")),
     "write, float8_e4m3fn cache": ("update_cache", lambda: write(dtype="float8_e4m3fn")),
@@ -97,16 +107,53 @@ def table():
     return "\n".join(lines) + "\n"
 
 
-def parts():
-    before, rest = PAGE.read_text().split(START)
-    found, after = rest.split(END)
-    return before, found, after
+def times():
+    """What the run of `benchmarks/aiter_in_jit.py` on an H200 left."""
+    if not RESULTS.is_file():
+        return "Not run yet.\n"
+    content = json.loads(RESULTS.read_text())
+    versions = content["machine"]["versions"]
+    cells: dict[str, dict[str, str]] = {}
+    for row in content["rows"]:
+        column = row["contender"] if row["contender"] != "purepage aiter" else f"AITER, {row['switches']}"
+        shown = f"{row['us']:.0f}" + "*" * (row.get("recorded") in ("no", "in part")) if row["status"] == "ok" else row["status"]
+        cells.setdefault(row["case"], {})[column.replace("purepage triton", "ours")] = shown
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row if column != "all"))
+    named = ", ".join(f"{name} {versions[name]}" for name in ("jax", "torch", "triton", "amd-aiter") if name in versions)
+    lines = [f"`{content['command'].strip()}`, {content['machine']['device']}, {named}:", ""]
+    lines += ["| us a call | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {case} | " + " | ".join(row.get(c, row.get("all", "")) for c in columns) + " |" for case, row in cells.items()]
+    return "\n".join(lines) + "\n"
 
 
-def test_the_table_of_the_page_is_what_rules_and_plans_answer():
-    assert parts()[1] == table()
+GENERATED = {"who serves what": table, "times": times}
+
+
+def with_generated(page):
+    for name, generate in GENERATED.items():
+        before, rest = page.split(f"<!-- generated: {name} -->\n")
+        _, after = rest.split("<!-- end -->", 1)
+        page = f"{before}<!-- generated: {name} -->\n{generate()}<!-- end -->{after}"
+    return page
+
+
+def test_the_tables_of_the_page_are_what_rules_and_plans_answer_and_what_was_measured():
+    assert PAGE.read_text() == with_generated(PAGE.read_text())
+
+
+def test_a_call_that_python_made_is_marked_and_one_that_failed_has_no_time(tmp_path, monkeypatch):
+    ours = {"case": "decode", "contender": "purepage triton", "switches": "", "status": "ok", "us": 9.6, "recorded": "yes"}
+    aiter = {"case": "decode", "contender": "purepage aiter", "us": 31.2, "recorded": "no"}
+    rows = [ours, {**aiter, "switches": "none", "status": "ok"}, {**aiter, "switches": "finite", "status": "wrong"}]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"command": "python", "machine": {"device": "X", "versions": {"jax": "1"}}, "rows": rows}))
+    monkeypatch.setitem(globals(), "RESULTS", path)
+    assert times().splitlines()[2:] == [
+        "| us a call | ours | AITER, none | AITER, finite |",
+        "|---|---|---|---|",
+        "| decode | 10 | 31* | wrong |",
+    ]
 
 
 if __name__ == "__main__":
-    before, _, after = parts()
-    PAGE.write_text(before + START + table() + END + after)
+    PAGE.write_text(with_generated(PAGE.read_text()))
