@@ -1,7 +1,8 @@
 """Finding AITER's operators, whatever the release: by import path and signature, never by version.
 
-On a ROCm machine the package is imported as it is. Elsewhere its `__init__` files, which look for a ROCm install, are side-stepped: only
-the Triton operators can then be used, on NVIDIA GPUs (for benchmarks) and through Triton's interpreter (for tests).
+On a ROCm machine the package is imported as it is, but for one helper of its attention kernels (`aiter_soft_cap`). Elsewhere its `__init__`
+files, which look for a ROCm install, are side-stepped: only the Triton operators can then be used, on NVIDIA GPUs (for benchmarks) and
+through Triton's interpreter (for tests).
 """
 
 import ast
@@ -74,6 +75,22 @@ def source(name: str) -> tuple[str, ast.FunctionDef] | None:
     return None
 
 
+SOFT_CAP = ("ops.triton._triton_kernels.attention.unified_attention", "ops.triton._triton_kernels.unified_attention")
+"""Where releases keep the kernels of `unified_attention`, with their `apply_softcap`."""
+
+
+@cache
+def soft_cap_module() -> str | None:
+    """The module whose `apply_softcap(S, x)` the kernels call; None where this release has no such function."""
+    base = root()
+    for module in SOFT_CAP if base else ():
+        path = base.joinpath(*module.split(".")).with_suffix(".py")  # pyright: ignore[reportOptionalMemberAccess]
+        for node in ast.parse(path.read_text()).body if path.is_file() else ():
+            if isinstance(node, ast.FunctionDef) and node.name == "apply_softcap" and [a.arg for a in node.args.args] == ["S", "x"]:
+                return module
+    return None
+
+
 @cache
 def parameters(name: str) -> tuple[str, ...]:
     """Names of an operator's parameters in this release; empty where it lacks the operator."""
@@ -108,6 +125,10 @@ def load(name: str) -> Callable[..., Any]:
     module = importlib.import_module(f"{PACKAGE}.{found[0]}")
     if arch.platform == "cuda":
         _strip_amd_options(module)
+    if name == "unified_attention" and soft_cap_module():
+        from .aiter_soft_cap import apply_softcap
+
+        importlib.import_module(f"{PACKAGE}.{soft_cap_module()}").apply_softcap = apply_softcap  # pyright: ignore[reportAttributeAccessIssue]
     operator = getattr(module, name)
     missing = set(parameters(name)) - set(inspect.signature(operator).parameters)
     if missing and not OPERATORS[name].hip:

@@ -188,6 +188,9 @@ def _unified_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None
         None if call.metadata.causal else "causal only (metadata.causal)",
         "attends whole sequences, not the part before this step's tokens" if call.context_only else None,
         "returns no log-sum-exp (return_lse)" if call.return_lse else None,
+        "this release's soft cap, NaN for scores above 88 caps, is not where it can be repaired (logits_soft_cap)"
+        if call.logits_soft_cap and package.soft_cap_module() is None
+        else None,
         "reads a tree's bias as wide as its row stride, unmasked by rows (qq_bias)" if call.qq_bias is not None else None,
         f"no {dtype} queries" if dtype not in _FULL and not fp8_query else None,
         _interpreter_reason(dtype, arch),
@@ -235,7 +238,6 @@ def _fp8_query_reason(call: PagedAttentionCall, kind: str | None) -> str | None:
 def _declined(call: PagedAttentionCall) -> tuple[str | None, ...]:
     """What it can do, but is not picked for."""
     return (
-        "its tanh is NaN for scores above 88 caps: ask for it by name (logits_soft_cap)" if call.logits_soft_cap else None,
         f"its split kernel lets NaN of unused slots through; {FINITE_VARIABLE}=1 promises that there is none, or ask for it by name"
         if not finite_cache_promised() and splits_a_sequence(call)
         else None,

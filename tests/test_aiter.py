@@ -4,6 +4,7 @@ calls of the HIP ones, which can't run here, are checked against the package's s
 
 import ast
 import os
+from dataclasses import replace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -54,6 +55,7 @@ FEATURES = {
     "window of itself": {"sliding_window": 1},
     "window beyond": {"sliding_window": 1000},
     "soft cap": {"logits_soft_cap": 0.7},
+    "soft cap far below the scores": {"logits_soft_cap": 0.01, "scale": 2.0},
     "alibi": {"alibi_slopes": [0.5, 0.25, -0.1, 1.0]},
     "sinks": {"sinks": [0.3, -1.0, 5.0, -np.inf]},
     "scale": {"scale": -0.3},
@@ -357,6 +359,33 @@ def test_fp8_kinds_follow_the_arch():
         for arch in (MI300X, MI355X, Arch("rocm", "gfx90a", 104, 64), Arch("rocm", "gfx1201", 64, 32))
     }
     assert served == {"gfx942": [True, False], "gfx950": [False, True], "gfx90a": [False, False], "gfx1201": [False, False]}
+
+
+def test_a_release_whose_soft_cap_is_elsewhere_is_not_given_one(monkeypatch):
+    call = replace(call_of(), logits_soft_cap=30.0)
+    monkeypatch.setattr(aiter_package, "soft_cap_module", lambda: None)
+    (reason,) = aiter_rules.rule_refusals("paged_attention", call, True, MI300X)
+    assert "logits_soft_cap" in reason
+    monkeypatch.setattr(aiter_package, "soft_cap_module", lambda: "somewhere")
+    assert not aiter_rules.rule_refusals("paged_attention", call, True, MI300X)
+
+
+def test_none_leaves_to_others_what_would_split_over_slots_that_may_hold_nan(monkeypatch):
+    call = call_of(kind="decode")
+    call = replace(call, metadata=replace(call.metadata, max_seq_len=4096))
+    monkeypatch.delenv(aiter_rules.FINITE_VARIABLE, raising=False)
+    with assuming_arch(MI300X):
+        (reason,) = aiter_rules.rule_refusals("paged_attention", call, False, MI300X)
+        assert aiter_rules.FINITE_VARIABLE in reason
+        assert not aiter_rules.rule_refusals("paged_attention", call, True, MI300X)
+        monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, "1")
+        assert not aiter_rules.rule_refusals("paged_attention", call, False, MI300X)
+
+
+def test_an_unquantized_cache_gives_aiter_no_scales():
+    """It would multiply by them, whatever the cache's dtype."""
+    _, arrays, _ = aiter.plan_unified_attention(call_of())
+    assert not {"q_descale", "k_descale", "v_descale"} & set(arrays)
 
 
 @on_cpu
