@@ -128,11 +128,12 @@ def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, 
     if native:
         view = pages(spec, native_page(spec))
         table = page_table(metadata.block_table, call.layer, view, spec, multiple=max(TILE // view.page, 1))
-        if metadata.max_query_len == 1:
+        odd_head = spec.head_size & (spec.head_size - 1)  # the split kernel's reduction does not compile for no power of two
+        if odd_head:
+            most = min(most, SPLIT_KERNEL_FROM)
+        if metadata.max_query_len == 1 and not (odd_head and default_arch().name == "gfx1250"):  # which splits every such step
             query, rows, longest = jnp.take(query, jnp.clip(starts[:-1], 0, query.shape[0] - 1), axis=0), "sequences", 1
             starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
-        if spec.head_size & (spec.head_size - 1):  # the split kernel's reduction does not compile for these
-            most = min(most, SPLIT_KERNEL_FROM)
     else:
         most = min(most, SPLIT_KERNEL_FROM)
         if call.sliding_window is None:

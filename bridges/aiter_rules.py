@@ -260,7 +260,10 @@ def _rope_update(call: RopeUpdateCall, arch: Arch) -> tuple[str | None, ...]:
     head_size = spec.head_size
     return (
         *_cache_reasons(call.cache, arch, fp8=False),
-        why_no_pages(spec, 1),
+        None if spec.content == "xpacked" else why_no_pages(spec, 1),
+        f"x-packed blocks of {spec.block_size} tokens: powers of two only"
+        if spec.content == "xpacked" and spec.block_size & (spec.block_size - 1)
+        else None,
         f"no {call.query.dtype} queries" if call.query.dtype not in _FULL else None,
         _interpreter_reason(call.query.dtype, arch),
         f"needs key and value of the cache's dtype {spec.dtype}" if not call.key.dtype == call.value.dtype == spec.dtype else None,

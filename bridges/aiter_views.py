@@ -8,9 +8,13 @@ number of units. The page size is ours to choose, any divisor of the block size:
 
 so that operators that assert on some block sizes (48) are given others, and kernels that don't mask a tile of exactly one page are given
 smaller pages.
+
+Writers also take x-packed keys with plain or interleaved values, as whole contiguous blocks: those of all layers and both sides are then
+numbered through.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,6 +59,49 @@ class Pages:
     def units(self, blocks: Int[Array, "..."], layer: Int[Array, ""]) -> Int[Array, "..."]:
         """First unit of each block of a layer."""
         return layer.astype(jnp.int32) * self.layer_units + blocks.astype(jnp.int32) * self.block_units
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Whole blocks over the buffer of an "xpacked", "xpacked_interleaved_v" or "shuffled" cache."""
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    offsets: tuple[int, int]
+    layer_blocks: int
+    block_step: int
+
+    def views(self, buffer: Any, dtype: Any) -> tuple[Any, Any]:
+        """(key, value) tensors over a torch buffer that holds the cache's bits."""
+        flat = buffer.view(dtype).view(-1)
+        key, value = (flat[at:][: prod(shape)].view(shape) for shape, at in zip(self.shapes, self.offsets, strict=True))
+        return key, value
+
+
+def whole_blocks(spec: CacheSpec) -> Blocks:
+    """The view of a cache whose sides are x-packed. One side's block is as long as the other's."""
+    key, value = spec.side_strides
+    heads, size, tokens, x = spec.num_kv_heads, spec.head_size, spec.block_size, spec.vector
+    block = heads * size * tokens
+    count = (spec.size - value.offset) // block
+    values = (heads, size, tokens) if spec.content == "xpacked" else (heads, tokens // x, size, x)
+    return Blocks(
+        shapes=((count, heads, size // x, tokens, x), (count, *values)),
+        offsets=(key.offset, value.offset),
+        layer_blocks=key.layer // block,
+        block_step=key.block // block,
+    )
+
+
+def sides(spec: CacheSpec, slots: Int[Array, " T"], layer: Int[Array, ""]) -> tuple[Pages | Blocks, Int[Array, " T"]]:
+    """(how a writer sees a cache, its slots there; -1 for every slot that is skipped)."""
+    block, n = jnp.clip(slots // spec.block_size, 0, spec.num_blocks - 1), slots % spec.block_size
+    if spec.content in ("packed", "flash"):
+        view = pages(spec, 1)
+        physical = view.units(block, layer) + n
+    else:
+        view = whole_blocks(spec)
+        physical = (layer * view.layer_blocks + block * view.block_step) * spec.block_size + n
+    return view, jnp.where((slots >= 0) & (slots < spec.num_slots), physical, -1).astype(jnp.int32)
 
 
 def pages(spec: CacheSpec, page: int) -> Pages:

@@ -10,25 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from ..functional.cache import CacheSpec, KVCache
+from ..functional.cache import KVCache
 from ..functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, RotaryCall, UpdateCacheCall
 from . import aiter_package as package
 from .aiter_rules import recording_allowed
-from .aiter_views import Pages, pages
+from .aiter_views import Blocks, Pages, pages, sides
 from .callback import call_torch
-
-
-def _live(slots: Int[Array, " T"], spec: CacheSpec) -> Array:
-    return (slots >= 0) & (slots < spec.num_slots)
-
-
-def token_units(slots: Int[Array, " T"], layer: Int[Array, ""], view: Pages, spec: CacheSpec) -> Int[Array, " T"]:
-    """Slots as pages of one token; -1 for every slot that is skipped."""
-    block = jnp.clip(slots // spec.block_size, 0, spec.num_blocks - 1)
-    units = view.units(block, layer) + slots % spec.block_size
-    return jnp.where(_live(slots, spec), units, -1).astype(jnp.int32)
 
 
 def _struct(array: Array) -> jax.ShapeDtypeStruct:
@@ -39,7 +28,7 @@ def _struct(array: Array) -> jax.ShapeDtypeStruct:
 class RopeAndCache:
     """`fused_qk_rope_reshape_and_cache`: query, key, value, slots, positions, cos, sin, cache to query, key, cache."""
 
-    pages: Pages
+    view: Pages | Blocks
     cache_dtype: str
     is_neox: bool
 
@@ -47,7 +36,7 @@ class RopeAndCache:
         import torch
 
         query, key, value, slots, positions, cos, sin = inputs[:7]
-        key_cache, value_cache = self.pages.views(outputs[2], getattr(torch, self.cache_dtype))
+        key_cache, value_cache = self.view.views(outputs[2], getattr(torch, self.cache_dtype))
         return {
             "q": query,
             "k": key,
@@ -61,7 +50,7 @@ class RopeAndCache:
             "k_scale": None,
             "v_scale": None,
             "is_neox": self.is_neox,
-            "flash_layout": True,
+            "flash_layout": isinstance(self.view, Pages),
             "apply_scale": False,
             "q_out": outputs[0],
             "k_out": outputs[1],
@@ -82,8 +71,7 @@ def rope_and_update_cache(call: RopeUpdateCall) -> tuple[Array, Array, KVCache]:
     rows_of_table = call.cos_sin_cache.shape[0]
     row = jnp.where(call.positions < 0, rows_of_table, call.positions)
     table = jnp.take(call.cos_sin_cache, row, axis=0, mode="fill", fill_value=jnp.nan).astype(jnp.float32)
-    view = pages(spec, 1)
-    slots = token_units(call.slot_mapping, call.layer, view, spec)
+    view, slots = sides(spec, call.slot_mapping, call.layer)
     positions = jnp.arange(table.shape[0], dtype=jnp.int32)
     inputs = [call.query, call.key, call.value, slots, positions, table[:, :half], table[:, half:], call.cache.data]
     operator = RopeAndCache(view, spec.dtype.name, call.is_neox)
@@ -101,55 +89,31 @@ class ReshapeAndCache:
     """`reshape_and_cache` and `reshape_and_cache_flash`: key, value, slots, cache to cache."""
 
     operator: str
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    offsets: tuple[int, int]
+    view: Pages | Blocks
     asm_layout: bool
-    pages: Pages | None
     cache_dtype: str
 
     def arguments(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> dict[str, Any]:
         import torch
 
         key, value, slots = inputs[:3]
-        dtype = getattr(torch, self.cache_dtype)
-        common = {"key": key, "value": value, "slot_mapping": slots.to(torch.int64), "kv_cache_dtype": "auto"}
-        if self.pages is not None:
-            key_cache, value_cache = self.pages.views(outputs[0], dtype)
+        key_cache, value_cache = self.view.views(outputs[0], getattr(torch, self.cache_dtype))
+        given = {"key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slots.to(torch.int64)}
+        if isinstance(self.view, Pages):
             one = torch.ones(1, dtype=torch.float32, device=key.device)
-            return {**common, "key_cache": key_cache, "value_cache": value_cache, "k_scale": one, "v_scale": one}
-        flat = outputs[0].view(dtype).view(-1)
-        views = [flat[offset:][: _size(shape)].view(shape) for shape, offset in zip(self.shapes, self.offsets, strict=True)]
-        return {**common, "key_cache": views[0], "value_cache": views[1], "k_scale": None, "v_scale": None, "asm_layout": self.asm_layout}
+            return {**given, "kv_cache_dtype": "auto", "k_scale": one, "v_scale": one}
+        return {**given, "kv_cache_dtype": "auto", "k_scale": None, "v_scale": None, "asm_layout": self.asm_layout}
 
     def __call__(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         package.load(self.operator)(**self.arguments(inputs, outputs))
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for extent in shape:
-        size *= extent
-    return size
-
-
 def plan_update_cache(call: UpdateCacheCall) -> tuple[ReshapeAndCache, Array]:
-    """(operator, its slots). The operator's blocks are those of all layers and both sides: one side's is as long as the other's."""
+    """(operator, its slots)."""
     spec = call.cache.local_spec
-    if spec.content == "flash":
-        view = pages(spec, 1)
-        operator = ReshapeAndCache("reshape_and_cache_flash", ((), ()), (0, 0), False, view, spec.dtype.name)
-        return operator, token_units(call.slot_mapping, call.layer, view, spec)
-    key, value = spec.side_strides
-    heads, size, x = spec.num_kv_heads, spec.head_size, spec.vector
-    block = heads * size * spec.block_size
-    count = (spec.size - value.offset) // block
-    values = (count, heads, size, spec.block_size) if spec.content == "xpacked" else (count, heads, spec.block_size // x, size, x)
-    shapes = (count, heads, size // x, spec.block_size, x), values
-    block_of = jnp.clip(call.slot_mapping // spec.block_size, 0, spec.num_blocks - 1)
-    physical = call.layer * (key.layer // block) + block_of * (key.block // block)
-    slots = physical * spec.block_size + call.slot_mapping % spec.block_size
-    operator = ReshapeAndCache("reshape_and_cache", shapes, (key.offset, value.offset), spec.content != "xpacked", None, spec.dtype.name)
-    return operator, jnp.where(_live(call.slot_mapping, spec), slots, -1).astype(jnp.int32)
+    view, slots = sides(spec, call.slot_mapping, call.layer)
+    name = "reshape_and_cache_flash" if isinstance(view, Pages) else "reshape_and_cache"
+    return ReshapeAndCache(name, view, spec.content != "xpacked", spec.dtype.name), slots
 
 
 def update_cache(call: UpdateCacheCall) -> KVCache:
@@ -246,7 +210,7 @@ def qk_norm_rope_and_update_cache(call: QkNormRopeUpdateCall) -> tuple[Array, Ar
         rotary_dim=call.cos_sin_cache.shape[1],
         parameters=package.parameters(name),
     )
-    slots = token_units(call.slot_mapping, call.layer, view, spec)
+    _, slots = sides(spec, call.slot_mapping, call.layer)
     in_table = (call.positions >= 0) & (call.positions < call.cos_sin_cache.shape[0])
     positions = jnp.where(in_table, call.positions, 0).astype(jnp.int32)
     shapes = [(tokens, call.num_heads, spec.head_size), (tokens, spec.num_kv_heads, spec.head_size)]

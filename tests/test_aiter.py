@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from purepage.bridges import aiter, aiter_decode, aiter_package, aiter_rules, aiter_writers
 from purepage.bridges.arch import Arch, assuming_arch
 from purepage.functional.attention import paged_attention_call
-from purepage.functional.calls import QkNormRopeUpdateCall, UpdateCacheCall
+from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
 
 BF16, F16, E4M3 = ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
 MI300X, MI355X = Arch("rocm", "gfx942", 304, 64), Arch("rocm", "gfx950", 256, 64)
@@ -131,6 +131,22 @@ def test_an_output_scale_gives_the_platforms_fp8_kind():
     lost = (2 * wide == wanted) & (np.abs(np.frexp(wanted)[0]) == 0.5)
     assert lost.mean() < 0.05
     assert_close(np.where(lost, expected, out), expected, dtype=E4M3, compute_dtype=E4M3)
+
+
+@needs_package
+@on_cpu
+@pytest.mark.parametrize("switch", [None, aiter_rules.FINITE_VARIABLE, aiter_rules.DECODE_VARIABLE])
+def test_a_sequence_without_a_query_between_others_moves_nobodys_row(monkeypatch, switch):
+    """AITER takes token s for sequence s where `max_seqlen_q` is 1, or has no query starts at all."""
+    if switch:
+        monkeypatch.setenv(switch, "1")
+    batch = random_batch(15, kind="mixed", max_query_len=1, dtype=F16, num_seqs=6)
+    assert batch.metadata.max_query_len == 1 and not batch.query_lens[: np.flatnonzero(batch.query_lens)[-1]].all()
+    cache = batch.cache()
+    if switch == aiter_rules.FINITE_VARIABLE:
+        cache = replace(cache, data=jnp.nan_to_num(cache.data))
+    out = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="aiter"))(batch.query, cache, batch.metadata)
+    assert_close(out, batch.reference()[0], dtype=F16)
 
 
 @needs_package
@@ -382,6 +398,36 @@ def test_none_leaves_to_others_what_would_split_over_slots_that_may_hold_nan(mon
         assert not aiter_rules.rule_refusals("paged_attention", call, False, MI300X)
 
 
+@pytest.mark.parametrize("arch, longest", [(MI300X, 1), (Arch("rocm", "gfx1250", 256, 32), 2)], ids=["gfx942", "gfx1250"])
+def test_heads_of_no_power_of_two_never_reach_the_split_kernel(monkeypatch, arch, longest):
+    """Its reduction does not compile for them. At 512 keys only gfx1250 splits, and only where every sequence has one query."""
+    monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, "1")
+    with assuming_arch(arch):
+        operator, _, _ = aiter.plan_unified_attention(call_of(kind="decode", head_size=80, max_seq_len=2000))
+    assert (operator.max_seq_len, operator.max_query_len) == (aiter_rules.SPLIT_KERNEL_FROM, longest)
+
+
+def test_a_release_with_upcast_operand_is_given_bfloat16_caches_only(monkeypatch):
+    monkeypatch.setattr(aiter_package, "parameters", lambda name: ("upcast_operand",))
+    reasons = {}
+    for dtype in ("float16", "bfloat16"):
+        spec = pp.CacheSpec(num_blocks=3, block_size=16, num_kv_heads=2, head_size=64, dtype=dtype)
+        new = jnp.zeros((5, 2, 64), dtype)
+        call = RopeUpdateCall(
+            query=new,
+            key=new,
+            value=new,
+            positions=jnp.zeros(5, jnp.int32),
+            cos_sin_cache=jnp.zeros((20, 64)),
+            cache=pp.init_cache(spec),
+            slot_mapping=jnp.zeros(5, jnp.int32),
+            layer=jnp.int32(0),
+            is_neox=True,
+        )
+        reasons[dtype] = " ".join(aiter_rules.rule_refusals("rope_and_update_cache", call, True, MI300X))
+    assert "upcast_operand" in reasons["float16"] and not reasons["bfloat16"]
+
+
 def test_an_unquantized_cache_gives_aiter_no_scales():
     """It would multiply by them, whatever the cache's dtype."""
     _, arrays, _ = aiter.plan_unified_attention(call_of())
@@ -396,11 +442,14 @@ def test_nobody_is_given_aiter_on_a_cpu_who_did_not_ask_for_it():
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
-@pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC")])
-def test_the_fused_rotary_writer_is_rotation_then_write(neox, content, order):
+@pytest.mark.parametrize(
+    "content, order, block_size",
+    [("packed", "LBHNC", 48), ("packed", "LHBNC", 48), ("flash", "LBHNC", 48), ("xpacked", "LHBNC", 16), ("xpacked", "LBHNC", 32)],
+)
+def test_the_fused_rotary_writer_is_rotation_then_write(neox, content, order, block_size):
     dtype = F16
     rng = np.random.default_rng(0)
-    sizes = {"block_size": 48, "num_seqs": 4, "max_query_len": 3, "num_heads": 2, "num_kv_heads": 1}
+    sizes = {"block_size": block_size, "num_seqs": 4, "max_query_len": 3, "num_heads": 2, "num_kv_heads": 1}
     batch = random_batch(11, dtype=dtype, num_layers=2, **sizes)
     table = rng.uniform(-1, 1, (70, 32)).astype(np.float32)
     query, key, value = (np.where(np.isnan(x), np.zeros((), x.dtype), x) for x in (batch.query, batch.new_keys[1], batch.new_values[1]))

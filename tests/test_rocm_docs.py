@@ -46,8 +46,8 @@ def write(content="packed", dtype="bfloat16"):
     return UpdateCacheCall(cache=cache_of(content, dtype), key=new, value=new, slot_mapping=slots, layer=array((), jnp.int32))
 
 
-def rope():
-    given = {name: getattr(write(), name) for name in ("cache", "key", "value", "slot_mapping", "layer")}
+def rope(content="packed"):
+    given = {name: getattr(write(content), name) for name in ("cache", "key", "value", "slot_mapping", "layer")}
     return RopeUpdateCall(
         query=array((8, 32, 128)), positions=array((8,), jnp.int32), cos_sin_cache=array((64, 128)), is_neox=True, **given
     )
@@ -86,7 +86,9 @@ ROWS = {
     "write, packed": ("update_cache", write),
     "write, flash, x-packed or shuffled": ("update_cache", lambda: write("flash")),
     "write, float8_e4m3fn cache": ("update_cache", lambda: write(dtype="float8_e4m3fn")),
-    "rope + write": ("rope_and_update_cache", rope),
+    "rope + write, packed or flash": ("rope_and_update_cache", rope),
+    "rope + write, x-packed": ("rope_and_update_cache", lambda: rope("xpacked")),
+    "rope + write, shuffled": ("rope_and_update_cache", lambda: rope("shuffled")),
     "qk-norm + rope + write": ("qk_norm_rope_and_update_cache", qk_norm),
     "qk-norm + mrope + write": ("qk_norm_mrope_and_update_cache", lambda: qk_norm((24, 20, 20))),
 }
