@@ -21,8 +21,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import torch
 
 from purepage.functional.cache import CacheSpec
+from purepage.kernels.launch import Descriptor
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
-from purepage.kernels.triton.run import empty_tensor, kernel_of, launch_torch
+from purepage.kernels.triton.run import empty_tensor, kernel_of, launch_torch, tensor_descriptor
 from purepage.kernels.tuning.attention import SplitRow, TiledRow
 
 
@@ -311,7 +312,9 @@ def compile_only(job: tuple[Case, dict, str, int]) -> str | None:
         for launch in program.launches:
             args = []
             for arg in launch.args:
-                if isinstance(arg, str):
+                if isinstance(arg, Descriptor):
+                    arg = tensor_descriptor(torch.empty(16, dtype=getattr(torch, arg.dtype), device="cuda"), arg)
+                elif isinstance(arg, str):
                     kind = getattr(torch, buffers[arg].dtype) if arg != "cache" else cache_dtype(case)
                     arg = torch.empty(16, dtype=torch.uint8 if kind.itemsize == 1 else kind, device="cuda")
                 args.append(arg)

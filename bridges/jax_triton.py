@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..kernels.launch import Arg, Launch, Program
+from ..kernels.launch import Arg, Launch, Program, without_descriptors
 from . import launcher
 from .arch import Arch, default_arch
 from .callback import check_inputs
@@ -112,6 +112,7 @@ def _as_pointed(array: Array) -> Array:
 def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buffers: Mapping[str, Any]) -> None:
     module = _load()
     version = tuple(module.__version_info__)
+    launch = without_descriptors(launch)
     named = tuple(dict.fromkeys(arg for arg in launch.args if isinstance(arg, str)))
     operands = tuple(name for name in named if name in values)
     fresh = tuple(name for name in named if name not in values)

@@ -16,7 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..functional.errors import UnsupportedError
-from ..kernels.launch import Buffer, Launch, Program
+from ..kernels.launch import Buffer, Descriptor, Launch, Program
+from ..kernels.triton.run import tensor_descriptor
 
 _COMPILING = threading.Lock()
 _INTERPRETING = threading.Lock()  # Triton's interpreter keeps the program id in one global
@@ -97,8 +98,14 @@ def interpret(program: Program, tensors: dict[str, Any]) -> None:
                 continue
             kernel = resolve_kernel(launch.kernel)
             with describe_failure(program, launch):
-                args = bind(launch, kernel, [tensors[arg] if isinstance(arg, str) else arg for arg in launch.args])
+                args = bind(launch, kernel, [_interpreted(arg, tensors) for arg in launch.args])
                 kernel[launch.grid](*args, num_warps=launch.num_warps, num_stages=launch.num_stages)
+
+
+def _interpreted(arg: Any, tensors: dict[str, Any]) -> Any:
+    if isinstance(arg, Descriptor):
+        return tensor_descriptor(tensors[arg.buffer].view(torch_dtype(arg.dtype)).view(arg.shape), arg)
+    return tensors[arg] if isinstance(arg, str) else arg
 
 
 @contextmanager
@@ -114,7 +121,7 @@ def describe_failure(program: Program, launch: Launch) -> Iterator[None]:
 class CompiledLaunch:
     """A kernel on one device with all but its pointers and the stream bound.
 
-    `args` are the values for Triton's launcher; `pointers` are (place in args, index of the buffer).
+    `args` are the values for Triton's launcher; `pointers` are (place in args, index of the buffer), `descriptors` (place, index, what).
     """
 
     launch: Callable[..., None]
@@ -123,12 +130,26 @@ class CompiledLaunch:
     metadata: Any
     args: tuple[Any, ...]
     pointers: tuple[tuple[int, int], ...]
+    descriptors: tuple[tuple[int, int, Descriptor], ...] = ()
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         args = list(self.args)
         for place, index in self.pointers:
             args[place] = addresses[index]
+        for place, index, descriptor in self.descriptors:
+            args[place] = tensor_descriptor(_Address(addresses[index], torch_dtype(descriptor.dtype)), descriptor)
         self.launch(*self.grid, stream, self.function, self.metadata, None, None, None, *args)
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What Triton's launcher looks at in the tensor of a descriptor."""
+
+    address: int
+    dtype: Any
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class _Pointer:
@@ -180,12 +201,9 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
                 continue
             kernel = resolve_kernel(launch.kernel)
             with describe_failure(program, launch):
-                mock = [
-                    _Pointer(torch_dtype(pointer_dtype(buffers[arg].dtype)), _nbytes(buffers[arg]), aligned[index[arg]])
-                    if isinstance(arg, str)
-                    else arg
-                    for arg in launch.args
-                ]
+                # The copy engine starts at multiples of 16 bytes.
+                given = [None if isinstance(arg, Descriptor) and not aligned[index[arg.buffer]] else arg for arg in launch.args]
+                mock = [_mock(arg, buffers, index, aligned) for arg in given]
                 bound = bind(launch, kernel, mock)
                 binary = kernel.run(
                     *bound,
@@ -205,10 +223,22 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
                         function=binary.function,
                         metadata=binary.packed_metadata,
                         args=tuple(0 if isinstance(value, _Pointer) else value for value in bound),
-                        pointers=tuple((place, index[arg]) for place, arg in zip(places, launch.args, strict=True) if isinstance(arg, str)),
+                        pointers=tuple((place, index[arg]) for place, arg in zip(places, given, strict=True) if isinstance(arg, str)),
+                        descriptors=tuple(
+                            (place, index[arg.buffer], arg) for place, arg in zip(places, given, strict=True) if isinstance(arg, Descriptor)
+                        ),
                     )
                 )
     return tuple(launches)
+
+
+def _mock(arg: Any, buffers: dict[str, Buffer], index: dict[str, int], aligned: tuple[bool, ...]) -> Any:
+    """What Triton compiles for, in an argument's place."""
+    if isinstance(arg, Descriptor):
+        return tensor_descriptor(_Address(0, torch_dtype(arg.dtype)), arg)
+    if isinstance(arg, str):
+        return _Pointer(torch_dtype(pointer_dtype(buffers[arg].dtype)), _nbytes(buffers[arg]), aligned[index[arg]])
+    return arg
 
 
 def compile_options(launch: Launch, target: Any) -> dict[str, Any]:

@@ -5,11 +5,10 @@ inside `jax.jit`, the tests run it through Triton's interpreter, and the AMD che
 for one target is what runs on another. Nothing here imports Triton.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Scalar = int | float | bool | None
-Arg = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,34 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Descriptor:
+    """A buffer as a matrix of which a kernel fetches whole rectangles: Triton's tensor descriptor, on NVIDIA a map for the copy engine.
+
+    Attributes:
+      buffer: name of the buffer.
+      dtype: what its bits mean, as the JAX dtype's name.
+      shape: rows and columns; one row starts where the last one ends.
+      block: rows and columns of a rectangle.
+    """
+
+    buffer: str
+    dtype: str
+    shape: tuple[int, int]
+    block: tuple[int, int]
+
+
+Arg = str | int | float | bool | None | Descriptor
+
+
+@dataclass(frozen=True)
 class Launch:
     """One kernel launch.
 
     Attributes:
       kernel: import path of the `@triton.jit` function, "package.module:name".
       grid: programs along each axis; static, so it is an upper bound where the work is ragged.
-      args: one entry for each non-constexpr parameter, in order: a buffer's name, a number or None.
+      args: one entry for each non-constexpr parameter, in order: a buffer's name, a number, None, or a `Descriptor` of a buffer that is
+        passed by name as well. A kernel takes None in a descriptor's place: it then reads through pointers, to the same bits.
       writes: names of the buffers among `args` that the kernel writes.
       constants: (name, value) for each constexpr parameter.
       num_warps, num_stages: as Triton takes them.
@@ -63,3 +83,8 @@ class Program:
     updates: tuple[str, ...]
     scratch: tuple[tuple[str, Buffer], ...]
     launches: tuple[Launch, ...]
+
+
+def without_descriptors(launch: Launch) -> Launch:
+    """The launch for a runtime that passes no descriptors."""
+    return replace(launch, args=tuple(None if isinstance(arg, Descriptor) else arg for arg in launch.args))

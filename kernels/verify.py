@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # names bfloat16 and the fp8 kinds to NumPy
 import numpy as np
 
-from .launch import Buffer, Launch, Program
+from .launch import Buffer, Launch, Program, without_descriptors
 from .tuning.archs import arch_facts
 
 POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16"}
@@ -79,11 +79,11 @@ class Job:
 
 
 def jobs_of(program: Program, arch: str) -> tuple[Job, ...]:
-    """One job for each launch of the program."""
+    """One job for each launch of the program; AMD's compiler reads through pointers where a launch has descriptors."""
     buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     return tuple(
         Job(launch, tuple((arg, buffers[arg]) for arg in dict.fromkeys(launch.args) if isinstance(arg, str)), arch)
-        for launch in program.launches
+        for launch in map(without_descriptors, program.launches)
     )
 
 

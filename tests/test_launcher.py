@@ -77,6 +77,28 @@ def test_a_launch_passes_addresses_and_numbers_in_the_kernels_order_on_the_given
     ]
 
 
+def test_a_descriptor_is_made_of_the_address_of_each_run_and_left_out_where_it_is_not_aligned():
+    recorded = run_recorded(
+        """
+        driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
+        import bridge_descriptors
+        program = bridge_descriptors.fetch_program()
+        for aligned in (True, False):
+            (launch,) = launcher.compiled(program, 0, (aligned, True))
+            for address in (4096, 8192):
+                launch(7, [address, 64])
+        found = []
+        for src, _, args in calls:
+            matrix, other = args[9], args[10]
+            found.append([other, None if matrix is None else [matrix.base.data_ptr(), matrix.shape, matrix.strides, matrix.block_shape]])
+        print(json.dumps([found, list(calls[0][0].signature.values())[:2]]))
+        """
+    )
+    made = [[16, 128], [128, 1], [8, 64]]
+    assert recorded[0] == [[64, [4096, *made]], [64, [8192, *made]], [64, None], [64, None]]
+    assert recorded[1] == ["tensordesc<bf16[8, 64]>", "*bf16"]
+
+
 def test_alignment_and_size_of_a_buffer_decide_what_the_compiler_may_assume():
     recorded = run_recorded(
         """

@@ -4,8 +4,9 @@ import triton
 import triton.language as tl
 
 from .query import load_query
+from .ranges import attend_range
 from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
-from .tiles import LOG2E, attend_range, key_bounds, side_base, tile_bounds
+from .tiles import LOG2E, key_bounds, matrix_place, side_base, tile_bounds
 
 
 @triton.jit
@@ -28,6 +29,7 @@ def paged_attention_tiled(
     num_tokens,
     num_seqs,
     table_width,
+    pages,
     SEQS_PAD: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -45,6 +47,8 @@ def paged_attention_tiled(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
+    HASTY: tl.constexpr,
+    SUMS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -62,6 +66,7 @@ def paged_attention_tiled(
 ):
     """Sequences of at most SPLIT_TOKENS query tokens are left to the split kernel; padding tokens are zeroed here.
 
+    `pages` is a descriptor of the cache as a matrix with a token a row, or None.
     The sequence s owns the row blocks from query_start_loc[s] // TOKENS + s on, so a block finds its sequence without a prefix sum.
     """
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -119,6 +124,11 @@ def paged_attention_tiled(
     if BIAS_COLUMNS > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # biased tiles are loaded with care: their columns have an end
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
+    if pages is not None:
+        places = (matrix_place(layer_index, kv_head, K_SIDE), matrix_place(layer_index, kv_head, V_SIDE))
+    else:
+        places = (0, 0)
+    SAME_KEYS: tl.constexpr = BIAS_COLUMNS == 0 and (TOKENS == 1 or (not CAUSAL and WINDOW == 0))
     acc, mass, peak = attend_range(
         acc,
         mass,
@@ -134,6 +144,8 @@ def paged_attention_tiled(
         table_width,
         side_base(cache, layer_index, kv_head, K_SIDE, STORED),
         side_base(cache, layer_index, kv_head, V_SIDE, STORED),
+        pages,
+        places,
         position,
         key_begin,
         key_end,
@@ -141,7 +153,9 @@ def paged_attention_tiled(
         bias_row,
         ok & (first + row_token < BIAS_ROWS),
         context,
-        BIAS_COLUMNS == 0 and (TOKENS == 1 or (not CAUSAL and WINDOW == 0)),
+        HASTY and not SAME_KEYS,
+        SUMS,
+        SAME_KEYS,
         RELOAD_QUERY,
         QUERY_KIND,
         ROW_FACTOR,

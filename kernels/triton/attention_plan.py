@@ -1,11 +1,12 @@
 """Plans of paged attention: shapes in, launches out. Needs no Triton and no GPU."""
 
+import math
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
-from ..launch import Buffer, Launch, Program
+from ..launch import Buffer, Descriptor, Launch, Program
 from ..tuning.archs import Arch, arch_facts, over_limits
 from ..tuning.attention import SPLIT, TILED, SplitRow, TiledRow, narrowed, row_for, smaller
 
@@ -196,8 +197,39 @@ def plan_paged_attention(
 
 
 def _row(tables: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
-    row = row_for(tables, arch.name, shape.head_pad, quantized=shape.cache.is_quantized)
+    kind = "fp8" if shape.cache.is_quantized else ("descriptors" if _pitch(shape) else "")
+    row = row_for(tables, arch.name, shape.head_pad, kind=kind)
     return narrowed(row, arch, float32=shape.compute_dtype == "float32", biased=shape.qq_bias is not None)
+
+
+def _pitch(shape: PagedAttentionShape) -> int:
+    """Elements from a token to the next where the cache is a matrix with a token a row and a head a run of columns, else 0."""
+    sides = shape.cache.side_strides
+    pitch, heads = sides[0].token_outer, shape.cache.num_kv_heads
+    for side in sides:
+        across = side.head if side.head < pitch else 0  # heads side by side in a row, or each in rows of its own
+        together = (side.layer, side.block, 0 if across else side.head)
+        row_like = side.n_vector == side.d_vector == side.dim_outer == 1 and side.token_outer == pitch
+        if (
+            not row_like
+            or any(stride % pitch for stride in together)
+            or side.offset % pitch + across * (heads - 1) + shape.head_pad > pitch
+        ):
+            return 0
+    whole = shape.head_pad == shape.cache.head_size and shape.compute_dtype == shape.cache.dtype.name != "float32"
+    return pitch if whole and pitch * shape.cache.dtype.itemsize % 16 == 0 else 0
+
+
+def _pages(shape: PagedAttentionShape, row: TiledRow) -> Descriptor | None:
+    pitch = _pitch(shape) if row.descriptors else 0
+    if not pitch or shape.cache.block_size % row.tile:
+        return None
+    rows = math.prod(shape.cache.shape) // pitch
+    return Descriptor("cache", shape.cache.dtype.name, (rows, pitch), (row.tile, shape.head_pad)) if rows < 2**31 else None
+
+
+def _sums(row: TiledRow | SplitRow) -> int:
+    return row.sums if row.sums and row.tile % row.sums == 0 else 0
 
 
 def _tiled_rows(shape: PagedAttentionShape, row: TiledRow) -> tuple[int, int, int]:
@@ -285,8 +317,8 @@ _KERNEL_CONSTANTS = (
 _REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL CONTEXT_ONLY WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
 
 
-def _args(names: dict[str, Buffer], wanted: str, *numbers: int) -> tuple[Any, ...]:
-    return (*(name if name in names else None for name in wanted.split()), *numbers)
+def _args(names: dict[str, Buffer], wanted: str, *others: int | Descriptor | None) -> tuple[Any, ...]:
+    return (*(name if name in names else None for name in wanted.split()), *others)
 
 
 def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, names: dict[str, Buffer], common: dict[str, Any]) -> Launch:
@@ -305,12 +337,15 @@ def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, 
             shape.num_tokens,
             shape.num_seqs,
             shape.table_width,
+            _pages(shape, row),
         ),
         writes=tuple(name for name in ("out", "lse") if name in names),
         constants=_constants(
             common,
             _KERNEL_CONSTANTS,
             RELOAD_QUERY=row.reload_query,
+            HASTY=row.hasty,
+            SUMS=_sums(row),
             HEADS=heads,
             TOKENS=tokens,
             ROWS=rows,
@@ -342,6 +377,7 @@ def _split_launches(
         common,
         _KERNEL_CONSTANTS,
         RELOAD_QUERY=row.reload_query,
+        SUMS=_sums(row),
         PROGRAMS=programs,
         HEADS=heads,
         ROWS=rows,
@@ -390,7 +426,7 @@ def _split_launches(
             SPLIT_TOKENS=tokens,
             TILE=row.tile,
         ),
-        num_warps=4,
+        num_warps=row.reduce_warps,
         num_stages=1,
     )
     return [split, reduce], scratch

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .query import load_query
+from .ranges import attend_range
 from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
-from .tiles import LOG2E, attend_range, key_bounds, side_base, tile_bounds
+from .tiles import LOG2E, key_bounds, side_base, tile_bounds
 
 
 @triton.jit
@@ -89,6 +90,7 @@ def paged_attention_split(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
+    SUMS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -182,6 +184,8 @@ def paged_attention_split(
                 table_width,
                 key_base,
                 value_base,
+                None,
+                (0, 0),
                 context + row_token,
                 key_begin,
                 key_end,
@@ -189,6 +193,8 @@ def paged_attention_split(
                 bias_row,
                 ok & (row_token < BIAS_ROWS),
                 context,
+                False,
+                SUMS,
                 BIAS_COLUMNS == 0 and (SPLIT_TOKENS == 1 or (not CAUSAL and WINDOW == 0)),
                 RELOAD_QUERY,
                 QUERY_KIND,

@@ -83,18 +83,17 @@ def encoder_attention_kernel(
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
     for tile in tl.range(full_lo, full_hi):
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, source, tl.cast(tile, tl.int64), tile, key + base, value + base, factor, position, key_begin, key_end,
-            None, None, ok, 0,
-            False, SAME_KEYS, RELOAD_QUERY, KIND, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
-            KIND, COMPUTE, False, False, SIDE, SIDE,
+            acc, mass, peak, q, source, tl.cast(tile, tl.int64), tile, key + base, value + base,
+            None, (0, 0), factor, position, key_begin, key_end, None, None, ok, 0, False, True, 0, SAME_KEYS, RELOAD_QUERY, KIND, False,
+            CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE, KIND, COMPUTE, False, False, SIDE, SIDE,
         )  # fmt: skip
     left = full_lo - lo
     for edge in tl.range(0, left + hi - full_hi, num_stages=1):
         tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, source, tile, tile, key + base, value + base, factor, position, key_begin, key_end, None, None, ok, 0,
-            True, SAME_KEYS, RELOAD_QUERY, KIND, False, CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE,
-            KIND, COMPUTE, False, False, SIDE, SIDE,
+            acc, mass, peak, q, source, tile, tile, key + base, value + base,
+            None, (0, 0), factor, position, key_begin, key_end, None, None, ok, 0, True, True, 0, SAME_KEYS, RELOAD_QUERY, KIND, False,
+            CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE, KIND, COMPUTE, False, False, SIDE, SIDE,
         )  # fmt: skip
     token = (start + first).to(tl.int64) + row_token
     store_rows(out, None, token, head, ok, acc, mass, peak, 1.0, None, NUM_HEADS, HEAD_SIZE, HEAD_PAD, KIND)

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..launch import Launch, Program
+from ..launch import Arg, Descriptor, Launch, Program
 
 
 def kernel_of(launch: Launch) -> Any:
@@ -27,16 +27,28 @@ def empty_tensor(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
     )
 
 
-def launch_torch(launch: Launch, tensors: Mapping[str, Any], *, interpreted: bool = False) -> None:
-    """One launch; fp8 tensors go in as bytes, which is how the kernels read them."""
+def tensor_descriptor(base: Any, descriptor: Descriptor) -> Any:
+    """Triton's own; `base` is a tensor, or has the `dtype` and the `data_ptr` of one."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(base, list(descriptor.shape), [descriptor.shape[1], 1], list(descriptor.block))
+
+
+def argument(arg: Arg, tensors: Mapping[str, Any]) -> Any:
+    """What a kernel gets for an argument of its launch; fp8 tensors go in as bytes, which is how the kernels read them."""
     import torch
 
-    args = []
-    for arg in launch.args:
-        value = tensors[arg] if isinstance(arg, str) else arg
-        if isinstance(value, torch.Tensor) and value.dtype.itemsize == 1:
-            value = value.view(torch.uint8)
-        args.append(value)
+    if isinstance(arg, Descriptor):
+        return tensor_descriptor(tensors[arg.buffer].view(getattr(torch, arg.dtype)).view(arg.shape), arg)
+    value = tensors[arg] if isinstance(arg, str) else arg
+    return value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype.itemsize == 1 else value
+
+
+def launch_torch(launch: Launch, tensors: Mapping[str, Any], *, interpreted: bool = False) -> None:
+    """One launch."""
+    import torch
+
+    args = [argument(arg, tensors) for arg in launch.args]
     kernel = kernel_of(launch)
     options = {} if interpreted or torch.version.hip is None else dict(launch.options)
     names = dict(zip(kernel.arg_names, args, strict=False))

@@ -1,4 +1,4 @@
-"""One KV tile of attention, on the device: which tiles a row block needs, loading them through the block table, and the online softmax.
+"""One KV tile of attention, on the device: which tiles a row block needs, fetching them through the block table, and the online softmax.
 
 Scores are kept in base 2. A *full* tile is one that every row sees whole: it runs without any mask. Only the tiles at the edges of the
 causal triangle, the window or the sequence are masked. Tiles outside are never read.
@@ -111,6 +111,20 @@ def side_base(cache, layer, kv_head, SIDE: tl.constexpr, STORED: tl.constexpr):
 
 
 @triton.jit
+def matrix_place(layer, kv_head, SIDE: tl.constexpr):
+    """(row, column) of a head's first token in the cache seen as a matrix with a token a row; see `Descriptor`."""
+    PITCH: tl.constexpr = SIDE[4]
+    place = SIDE[0] + layer.to(tl.int64) * SIDE[1] + tl.cast(kv_head, tl.int64) * SIDE[3]
+    return (place // PITCH).to(tl.int32), (place % PITCH).to(tl.int32)
+
+
+@triton.jit
+def fetch_tile(pages, place, ids, tile, SIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """[TILE, HEAD_SIZE] of a side through the descriptor of the cache, for tiles that lie within a page; `place` is `matrix_place`'s."""
+    return pages.load([place[0] + ids * (SIDE[2] // SIDE[4]) + tile % (BLOCK_SIZE // TILE) * TILE, place[1]])
+
+
+@triton.jit
 def load_tile(pointers, d_ok, n_ok, PAD: tl.constexpr, MASKED: tl.constexpr):
     if PAD and MASKED:
         return tl.load(pointers, mask=d_ok & n_ok, other=0)
@@ -133,6 +147,8 @@ def attend_tile(
     tile,
     key_base,
     value_base,
+    pages,
+    places,
     factor,
     position,
     key_begin,
@@ -142,6 +158,8 @@ def attend_tile(
     bias_row_ok,
     context,
     MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    SUMS: tl.constexpr,
     SAME_KEYS: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
     QUERY_KIND: tl.constexpr,
@@ -162,7 +180,12 @@ def attend_tile(
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
 ):
-    """Adds one tile to the running (accumulator, mass, peak) of the rows; `q_source` is that of `reload_query`."""
+    """Adds one tile to the running (accumulator, mass, peak) of the rows; `q_source` is that of `reload_query`.
+
+    CAREFUL: what a row does not see may hold NaN, and is kept from it; else the caller looks for NaN in what comes out.
+    SUMS: 0, or the partial sums that `mass` has a row.
+    """
+    GUARDED: tl.constexpr = MASKED and CAREFUL
     PAD: tl.constexpr = HEAD_PAD != HEAD_SIZE
     # Tokens side by side in memory: a mask along them would break 128-bit loads, so such a side is loaded whole and masked after.
     V_BY_TOKEN: tl.constexpr = V_SIDE[6] > 1 or V_SIDE[4] == 1
@@ -170,9 +193,12 @@ def attend_tile(
     key = tile * TILE + tl.arange(0, TILE)
     visible = (key >= key_begin) & (key < key_end)
 
-    k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
-    k_dim = dim_offsets(K_SIDE, HEAD_PAD)
-    k = load_tile(key_base + k_tile + (k_dim[:, None] + k_token[None, :]), d[:, None] < HEAD_SIZE, visible[None, :], PAD, MASKED)
+    if pages is not None and not GUARDED:
+        k = tl.trans(fetch_tile(pages, places[0], ids, tile, K_SIDE, BLOCK_SIZE, TILE))
+    else:
+        k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
+        k_dim = dim_offsets(K_SIDE, HEAD_PAD)
+        k = load_tile(key_base + k_tile + (k_dim[:, None] + k_token[None, :]), d[:, None] < HEAD_SIZE, visible[None, :], PAD, GUARDED)
     if RELOAD_QUERY:
         q = reload_query(q_source, tile, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
     s = tl.dot(q, to_compute(k, STORED, COMPUTE, HARDWARE_FP8), input_precision="ieee")
@@ -213,17 +239,23 @@ def attend_tile(
         floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         p = tl.exp2(s - floor[:, None])
         decay = tl.exp2(peak - floor)
-    mass = mass * decay + tl.sum(p, 1)
+    if SUMS > 0:
+        mass = mass * decay[:, None] + tl.sum(tl.reshape(p, (p.shape[0], TILE // SUMS, SUMS)), 1)
+    else:
+        mass = mass * decay + tl.sum(p, 1)
     acc = acc * decay[:, None]
 
-    v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
-    v_dim = dim_offsets(V_SIDE, HEAD_PAD)
-    v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
-    v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, MASKED and not V_BY_TOKEN)
-    if MASKED and V_BY_TOKEN:
+    if pages is not None and not GUARDED:
+        v = fetch_tile(pages, places[1], ids, tile, V_SIDE, BLOCK_SIZE, TILE)
+    else:
+        v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
+        v_dim = dim_offsets(V_SIDE, HEAD_PAD)
+        v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
+        v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, GUARDED and not V_BY_TOKEN)
+    if GUARDED and V_BY_TOKEN:
         v = tl.where(visible[:, None], v, 0)
     v = to_compute(v, STORED, COMPUTE, HARDWARE_FP8)
-    if MASKED and not SAME_KEYS:
+    if GUARDED and not SAME_KEYS:
         # A key that only some rows see may hold NaN or Inf: 0 * NaN must not reach the others. Rows that do see it get NaN, by way of a
         # product past float32's range that is added to the same accumulator: another one would not fit the registers.
         spoilt = ~(tl.abs(v.to(tl.float32)) < float("inf"))
@@ -237,70 +269,3 @@ def attend_tile(
     else:
         acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
     return acc, mass, new_peak
-
-
-@triton.jit
-def attend_range(
-    acc,
-    mass,
-    peak,
-    q,
-    q_source,
-    factor,
-    lo,
-    hi,
-    full_lo,
-    full_hi,
-    table_row,
-    table_width,
-    key_base,
-    value_base,
-    position,
-    key_begin,
-    key_end,
-    slope,
-    bias_row,
-    bias_row_ok,
-    context,
-    SAME_KEYS: tl.constexpr,
-    RELOAD_QUERY: tl.constexpr,
-    QUERY_KIND: tl.constexpr,
-    ROW_FACTOR: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    BIAS_COLUMNS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    STORED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    WIDE: tl.constexpr,
-    K_SIDE: tl.constexpr,
-    V_SIDE: tl.constexpr,
-):
-    """Tiles [lo, hi): those in [full_lo, full_hi) in a pipelined loop, then the few at either edge with masks."""
-    ids = block_ids(table_row, full_lo, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
-    for tile in tl.range(full_lo, full_hi):
-        # The next tile's blocks are fetched a whole tile ahead: no load of keys waits for the block table.
-        next_ids = block_ids(table_row, tile + 1, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
-        acc, mass, peak = attend_tile(
-            acc, mass, peak, q, q_source, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row,
-            bias_row_ok, context, False, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
-            BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
-        )  # fmt: skip
-        ids = next_ids
-    left = full_lo - lo
-    for edge in tl.range(0, left + hi - full_hi, num_stages=1):
-        tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
-        ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
-        acc, mass, peak = attend_tile(
-            acc, mass, peak, q, q_source, ids, tile, key_base, value_base, factor, position, key_begin, key_end, slope, bias_row,
-            bias_row_ok, context, True, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP, ALIBI,
-            BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
-        )  # fmt: skip
-    return acc, mass, peak

@@ -18,6 +18,10 @@ class TiledRow:
     """Tiled kernel: `rows` of query tokens times heads by `tile` keys.
 
     `reload_query`: the query comes from the cache with every tile, where wide heads leave no registers to keep it in.
+    `hasty`: masked tiles are attended without care for NaN, and once more with it where NaN shows.
+    `sums`: partial sums of a row while it is under way, 0 for its one sum: as many as the matrix unit's layout has columns side by side,
+    no sum then crosses lanes.
+    `descriptors`: tiles within a page of a cache that is a matrix, a token a row, come by the copy engine.
     """
 
     rows: int
@@ -26,12 +30,18 @@ class TiledRow:
     num_stages: int
     options: Options = ()
     reload_query: bool = False
+    hasty: bool = False
+    sums: int = 0
+    descriptors: bool = False
     measured: str | None = None
 
 
 @dataclass(frozen=True)
 class SplitRow:
-    """Split kernel: `tile` keys at a time; `programs_per_cu` shares for each compute unit; at most `max_rows` rows."""
+    """Split kernel: `tile` keys at a time; `programs_per_cu` shares for each compute unit; at most `max_rows` rows.
+
+    `sums` as in `TiledRow`; `reduce_warps` are those of a program of the reduction.
+    """
 
     tile: int
     num_warps: int
@@ -40,6 +50,8 @@ class SplitRow:
     max_rows: int = 64
     options: Options = ()
     reload_query: bool = False
+    sums: int = 0
+    reduce_warps: int = 4
     measured: str | None = None
 
 
@@ -49,12 +61,19 @@ WAVES_2: Options = (("waves_per_eu", 2),)
 
 TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "sm_90": {
-        64: TiledRow(128, 128, 8, 2),
-        128: TiledRow(128, 64, 8, 3, measured="H200: best of ten at 1x8192, 4x4096 and 16 x 512 of 2048, bf16"),
-        256: TiledRow(128, 64, 8, 2),
+        64: TiledRow(64, 64, 4, 4, hasty=True, sums=8, measured="H200: best of twelve at 1x8192, D 64, bf16"),
+        128: TiledRow(128, 64, 8, 3, hasty=True, sums=8, measured="H200: best of three at 1x8192, x-packed, bf16"),
+        256: TiledRow(128, 64, 8, 2, hasty=True, sums=8),
         512: TiledRow(64, 32, 8, 2),
     },
-    "sm_90 fp8": {128: TiledRow(128, 128, 8, 3, measured="H200: best of sixteen at 1x8192, D 128")},
+    "sm_90 descriptors": {
+        64: TiledRow(64, 64, 4, 4, hasty=True, sums=8, measured="H200: pointers were as fast as descriptors at D 64"),
+        128: TiledRow(
+            64, 64, 4, 3, hasty=True, sums=8, descriptors=True, measured="H200: best of forty at 1x8192, 4x4096 and 16 x 512 of 2048, bf16"
+        ),
+        256: TiledRow(128, 64, 8, 2, hasty=True, sums=8, descriptors=True, measured="H200: best of eight at 1x8192, D 256, bf16"),
+    },
+    "sm_90 fp8": {128: TiledRow(128, 128, 8, 3, hasty=True, sums=8, measured="H200: best of twenty-five at 1x8192, D 128")},
     "sm_80": {64: TiledRow(128, 64, 4, 3), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 32, 4, 2), 512: TiledRow(32, 32, 4, 1)},
     "gfx90a": {
         64: TiledRow(64, 64, 4, 1, WAVES_2),
@@ -80,15 +99,17 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 32, 8, 2), 256: TiledRow(64, 32, 8, 2), 512: TiledRow(32, 16, 8, 2)},
     "cpu": {4096: TiledRow(16, 16, 1, 1)},
 }
-"""Row of the smallest head size at or above the one at hand."""
+"""Row of the smallest head size at or above the one at hand; "fp8" are quantized caches, "descriptors" those that are a matrix, a token
+a row (packed and flash, 16-bit)."""
 
 SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "sm_90": {
-        128: SplitRow(64, 4, 3, 2, 128, measured="H200: within 1 % of the best of ten at 64x8192, 256x2048, 8x4096 and 1x32768, bf16"),
-        256: SplitRow(32, 4, 3, 2, 64),
-        512: SplitRow(32, 8, 2, 1, 64),
+        64: SplitRow(64, 2, 3, 4, 128, reduce_warps=1, measured="H200: best of twelve at 64x8192, D 64, bf16"),
+        128: SplitRow(64, 4, 3, 2, 128, reduce_warps=1, measured="H200: within 1 % of the best of thirty at 64x8192 and 256x2048, bf16"),
+        256: SplitRow(32, 4, 3, 2, 64, reduce_warps=1),
+        512: SplitRow(32, 8, 2, 1, 64, reduce_warps=1),
     },
-    "sm_90 fp8": {128: SplitRow(64, 2, 3, 4, 64, measured="H200: best of twenty at 64x8192, D 128")},
+    "sm_90 fp8": {128: SplitRow(64, 2, 3, 4, 64, sums=16, reduce_warps=1, measured="H200: best of thirty at 64x8192, D 128")},
     "sm_80": {128: SplitRow(64, 4, 3, 2, 64), 256: SplitRow(32, 4, 2, 2, 64), 512: SplitRow(16, 4, 2, 1, 32)},
     "gfx90a": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
     "gfx942": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
@@ -106,13 +127,13 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
 }
 
 
-def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *, quantized: bool = False) -> Row:
-    """The row of the smallest head size in the arch's table that is not below `head_pad`; fp8 caches may have rows of their own.
+def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *, kind: str = "") -> Row:
+    """The row of the smallest head size in the arch's table that is not below `head_pad`; a kind of cache may have rows of its own.
 
     Raises:
       UnsupportedError: the table ends below `head_pad`.
     """
-    own = tables.get(f"{arch} fp8", {}) if quantized else {}
+    own = tables.get(f"{arch} {kind}", {})
     table = own if any(size >= head_pad for size in own) else tables[arch]
     if head_pad > max(table):
         raise UnsupportedError(f"triton: head sizes up to {max(table)} on {arch}, not {head_pad}: no tile fits the registers")
@@ -129,8 +150,8 @@ def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False) -> Ro
         most, waves = (16, 8) if arch.matrix == "wmma" else (32, 1)
         row = replace(row, tile=min(row.tile, most), num_warps=max(row.num_warps, waves), measured=None)
         if isinstance(row, TiledRow):
-            return replace(row, rows=min(row.rows, most), num_stages=1)
-        return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2))
+            return replace(row, rows=min(row.rows, most), num_stages=1, hasty=False, sums=0)
+        return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2), sums=0)
     if biased and arch.vendor == "amd":
         return replace(row, tile=max(16, row.tile // 2), measured=None)
     return row

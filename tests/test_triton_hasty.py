@@ -1,0 +1,135 @@
+"""Tiles fetched through descriptors and edges attended in haste, through Triton's interpreter: nothing of it may be seen in a result."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from purepage import CacheSpec
+from purepage.functional.testing import assert_close, random_batch
+from purepage.kernels.launch import Descriptor, without_descriptors
+from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.tuning.attention import TiledRow
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+attention = pytest.importorskip("test_triton_attention")
+
+BF16 = ml_dtypes.bfloat16
+ROWS = {
+    "pointers": TiledRow(16, 16, 1, 1, hasty=True, sums=4),
+    "descriptors": TiledRow(16, 16, 1, 1, hasty=True, sums=4, descriptors=True),
+    "part of a page": TiledRow(16, 8, 1, 1, hasty=True, sums=8, descriptors=True),
+}
+UNUSED = {"NaN": np.nan, "infinite": np.inf, "finite": 3.0}
+
+
+def fill_unused(batch, value):
+    """What nobody owns, `value` in place of NaN."""
+    for cache in (batch.key_cache, batch.value_cache):
+        cache[np.isnan(cache.astype(np.float32))] = value
+
+
+def check(monkeypatch, batch, row, **options):
+    plan = attention.plan_paged_attention
+    monkeypatch.setattr(attention, "plan_paged_attention", lambda *args, **named: plan(*args, **named, tiled=row))
+    attention.check(batch, **options)
+
+
+@pytest.mark.parametrize("unused", UNUSED)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC"), ("flash", "LHBNC")])
+def test_haste_and_descriptors_change_no_result_whatever_unused_slots_hold(monkeypatch, content, order, row, unused):
+    batch = random_batch(21, dtype=BF16, num_layers=2, head_size=32)
+    fill_unused(batch, UNUSED[unused])
+    check(monkeypatch, batch, ROWS[row], layer=1, content=content, order=order)
+
+
+FEATURES = {
+    "window": {"sliding_window": 9},
+    "soft cap and sinks": {"logits_soft_cap": 15.0, "sinks": [0.3, -1.0, 5.0, -np.inf]},
+    "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+}
+
+
+@pytest.mark.parametrize("unused", ["NaN", "finite"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_haste_and_descriptors_with_every_mask(monkeypatch, feature, unused):
+    batch = random_batch(22, dtype=BF16, num_heads=4, num_kv_heads=2, head_size=32)
+    fill_unused(batch, UNUSED[unused])
+    check(monkeypatch, batch, ROWS["descriptors"], **FEATURES[feature])
+
+
+@pytest.mark.parametrize("row", ["pointers", "descriptors"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_key_that_only_later_queries_see_spoils_them_alone_also_in_haste(monkeypatch, row, poison):
+    options = {"kind": "prefill", "dtype": BF16, "num_seqs": 2, "padding_seqs": 0, "share_prefixes": False, "max_query_len": 40}
+    batch = random_batch(23, **options)
+    fill_unused(batch, 1.0)
+    length = int(batch.seq_lens[0])
+    first = length - length // 3
+    table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
+    batch.value_cache[:, table[0, first // size], first % size] = poison
+    plan = attention.plan_paged_attention
+    monkeypatch.setattr(attention, "plan_paged_attention", lambda *args, **named: plan(*args, **named, tiled=ROWS[row]))
+    out, _ = attention.attend(batch)
+    expected, _ = random_batch(23, **options).reference()
+    spoilt = np.zeros(len(out), bool)
+    spoilt[first:length] = True
+    assert 0 < spoilt.sum() < length
+    assert not np.isfinite(out[spoilt].astype(np.float32)).any()
+    assert_close(out[~spoilt], expected[~spoilt], dtype=BF16)
+
+
+def descriptor_of(*, content="packed", order="LBHNC", block_size=64, dtype=BF16, head_size=128, arch="sm_90", **changes):
+    spec = CacheSpec(
+        num_layers=3, num_blocks=70, block_size=block_size, num_kv_heads=8, head_size=head_size, dtype=dtype, content=content, order=order
+    )
+    shape = {"num_tokens": 4096, "num_seqs": 1, "num_heads": 32, "table_width": 64}
+    shape |= {"query_dtype": "bfloat16", "output_dtype": "bfloat16"}
+    program = plan_paged_attention(PagedAttentionShape(**(shape | changes), cache=spec, max_query_len=4096, scale=0.1), arch, num_cus=132)
+    launch = program.launches[0]
+    assert not any(isinstance(arg, Descriptor) for arg in without_descriptors(launch).args)
+    return next((arg for arg in launch.args if isinstance(arg, Descriptor)), None)
+
+
+@pytest.mark.parametrize(
+    "content, order, columns",
+    [("packed", "LBHNC", 256), ("packed", "LHBNC", 256), ("flash", "LBHNC", 1024), ("flash", "LHBNC", 1024)],
+)
+def test_a_cache_with_a_token_a_row_has_a_descriptor_of_all_its_rows(content, order, columns):
+    descriptor = descriptor_of(content=content, order=order)
+    elements = 3 * 70 * 64 * 8 * 2 * 128
+    assert descriptor == Descriptor("cache", "bfloat16", (elements // columns, columns), (64, 128))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param({"content": "xpacked"}, id="channels in vectors"),
+        pytest.param({"content": "shuffled"}, id="tokens in vectors"),
+        pytest.param({"block_size": 16}, id="tiles straddle pages"),
+        pytest.param({"dtype": ml_dtypes.float8_e4m3fn}, id="fp8 goes through registers"),
+        pytest.param({"dtype": np.float32, "query_dtype": "float32"}, id="float32 has no matrix unit"),
+        pytest.param({"head_size": 80}, id="a padded head would take in its neighbour"),
+        pytest.param({"arch": "sm_80"}, id="no copy engine"),
+        pytest.param({"arch": "gfx942"}, id="AMD"),
+    ],
+)
+def test_no_descriptor_where_rows_of_the_cache_are_not_what_a_tile_needs(call):
+    assert descriptor_of(**call) is None
+
+
+def test_the_callback_bridge_interprets_a_descriptor():
+    import bridge_descriptors
+    import torch
+
+    from purepage.bridges import launcher
+
+    matrix = torch.randn(16, 128).to(torch.bfloat16)
+    tensors = {"x": matrix.view(torch.uint16).reshape(-1), "out": torch.full((8, 64), float("nan"), dtype=torch.bfloat16)}
+    launcher.interpret(bridge_descriptors.fetch_program(), tensors)
+    assert torch.equal(tensors["out"], matrix[8:, 64:])
