@@ -41,7 +41,7 @@ class PagedDecode:
 
         given = dict(zip(self.names, inputs, strict=True))
         key, value = (side.transpose(1, 2) for side in self.pages.views(given["cache"], getattr(torch, self.cache_dtype)))
-        one = torch.ones(1, dtype=torch.float32)  # read on the host
+        one = torch.ones(1, dtype=torch.float32, device="cpu")  # read on the host
         return {
             "output": out,
             "query": given["query"],

@@ -144,7 +144,7 @@ class QkNormRopeAndCache:
         qkv, q_weight, k_weight, cos_sin, positions, slots = inputs[:6]
         query, key, cache = outputs
         key_cache, value_cache = self.pages.views(cache, getattr(torch, self.cache_dtype))
-        one = torch.ones(1, dtype=torch.float32)  # read on the host
+        one = torch.ones(1, dtype=torch.float32, device="cpu")  # read on the host
         tokens, heads = qkv.shape[0], self.pages.heads
         slots = slots.to(torch.int64)
         given = {

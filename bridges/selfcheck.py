@@ -128,6 +128,7 @@ def cases(arch: Arch) -> tuple[Case, ...]:
     grid["attention, decode, 600 keys"] = Attention({"kind": "decode", "num_seqs": 2, "max_seq_len": 600, "block_size": 64})
     grid["attention, head size 80"] = Attention({"head_size": 80})
     grid["attention, float16"] = Attention({"dtype": _F16})
+    grid["attention, decode, float16"] = Attention({"kind": "decode", "dtype": _F16})
     for kind in ("decode", "mixed"):
         grid[f"attention, {kind}, fp8 cache"] = Attention({"kind": kind, "cache_dtype": fp8})
         grid[f"attention, {kind}, fp8 cache, a scale per head"] = Attention({"kind": kind, "cache_dtype": fp8, "scales": "head"})
@@ -135,6 +136,7 @@ def cases(arch: Arch) -> tuple[Case, ...]:
         grid[f"write, {content}"] = Write(content=content)
     grid["write, fp8 cache"] = Write(cache_dtype=fp8)
     grid["rope and write"] = Write(rope=True)
+    grid["rope and write, xpacked"] = Write(rope=True, content="xpacked")
     grid["rope and write, float16"] = Write(rope=True, dtype=_F16)
     return tuple(Case(name, run) for name, run in grid.items())
 
