@@ -27,7 +27,7 @@ from purepage.kernels.verify import Job, Needs, compile_for, jobs_of
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "amd_isa"
 RESULTS = ROOT / "benchmarks" / "results"
-ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx1250")
 
 OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 
@@ -63,6 +63,8 @@ ALL: Mapping[str, Any] = {
     "has_score_scale": True,
     "return_lse": True,
 }
+
+ENCODER_ALL: Mapping[str, Any] = {"causal": True, "sliding_window": 100, "logits_soft_cap": 30.0, "has_sinks": True}
 
 
 def attention(
@@ -185,13 +187,27 @@ VARIANTS: Mapping[str, Callable[[str], Program]] = {
     "attention D256 bf16 all features": attention(256, **ALL),
     "attention D256 bf16 xpacked": attention(256, content="xpacked", block_size=16),
     "attention D256 native fp8": attention(256, cache="native"),
+    "attention D256 f32 all features": attention(256, query="float32", cache="float32", **ALL),
+    "attention D256 foreign fp8 all features": attention(256, cache="foreign", **ALL),
+    "attention D256 fp8 query": attention(256, query="native", cache="native", **ALL),
+    "attention D256 bf16 qq_bias, all features": attention(256, qq_bias=(64, 64), **ALL),
     "attention D512 bf16": attention(512, heads=(16, 2)),
+    "attention D512 bf16 qq_bias, all features": attention(512, heads=(16, 2), qq_bias=(64, 64), **ALL),
+    "attention D512 f32 all features": attention(512, heads=(16, 2), query="float32", cache="float32", **ALL),
+    "attention D512 native fp8 all features": attention(512, heads=(16, 2), cache="native", **ALL),
+    "attention D512 foreign fp8 all features": attention(512, heads=(16, 2), cache="foreign", **ALL),
+    "context D128 native fp8 window": attention(128, cache="native", context_only=True, sliding_window=1000, return_lse=True),
     "decode D64 bf16": attention(64, max_query_len=1),
     "decode D128 bf16 all features": attention(128, max_query_len=1, **ALL),
     "decode D128 native fp8": attention(128, max_query_len=1, cache="native"),
     "encoder D64 bf16": encoder(64),
-    "encoder D128 bf16 all features": encoder(128, causal=True, sliding_window=100, logits_soft_cap=30.0, has_sinks=True),
+    "encoder D128 bf16 all features": encoder(128, **ENCODER_ALL),
+    "encoder D128 f32 all features": encoder(128, "float32", **ENCODER_ALL),
     "encoder D256 f16": encoder(256, "float16"),
+    "encoder D256 bf16 all features": encoder(256, **ENCODER_ALL),
+    "encoder D256 f32 all features": encoder(256, "float32", **ENCODER_ALL),
+    "encoder D512 bf16 all features": encoder(512, **ENCODER_ALL),
+    "encoder D512 f32 all features": encoder(512, "float32", **ENCODER_ALL),
     "write D128 bf16": writer(128),
     "write D128 bf16 xpacked": writer(128, content="xpacked"),
     "write D128 native fp8": writer(128, "native"),
@@ -252,7 +268,8 @@ def faults(row: Row) -> list[str]:
         head_pad=constants["HEAD_PAD"],
         qq_bias=constants.get("BIAS_COLUMNS") or None,
     )
-    guard = shared_bytes(sizes, limits, rows=constants["ROWS"], tile=constants["TILE"], num_stages=launch.num_stages)
+    rows, tile, head, channels = (constants[name] for name in ("ROWS", "TILE", "HEAD_PAD", "RELOAD_QUERY"))
+    guard = shared_bytes(sizes, limits, rows=rows, tile=tile, num_stages=launch.num_stages, reload_query=channels)
     if needs.lds_bytes > guard:
         found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
     if not needs.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
@@ -261,8 +278,12 @@ def faults(row: Row) -> list[str]:
     # there are as many for each thread.
     threads = launch.num_warps * limits.wave_size
     wide = sum(
-        times * (elements * constants["HEAD_PAD"] * jnp.dtype(kind).itemsize // (16 * threads))
-        for times, elements, kind in ((4, constants["TILE"], stored), (1, constants["ROWS"], query))
+        times * (elements * jnp.dtype(kind).itemsize // (16 * threads))
+        for times, elements, kind in (
+            (2, tile * (channels or head), stored),
+            (2, tile * head, stored),
+            (1, rows * (channels or head), query),
+        )
     )
     if dict(needs.loads).get(128, 0) < wide:
         found.append(f"loads by bits {dict(needs.loads)}: fewer than {wide} of 128 bits")

@@ -116,6 +116,12 @@ def wide_heads_that_some_archs_reload_with_every_tile(arch):
 
 
 @case
+def wide_heads_in_float32_some_channels_at_a_time(arch):
+    batch = random_batch(4, kind="decode", head_size=256, num_heads=2, num_kv_heads=1, **{**SMALL, "num_seqs": 2})
+    attend(arch, batch, layer=1, sliding_window=21)
+
+
+@case
 def encoder(arch):
     lengths, rng = (9, 0, 20), np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -10,6 +10,7 @@ import pytest
 
 from purepage.functional.testing import assert_close, random_batch
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.tuning.attention import SplitRow, TiledRow
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
@@ -37,7 +38,7 @@ def from_torch(tensor):
     return tensor.numpy()
 
 
-def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_cus=None, output_dtype=None, **options):
+def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_cus=None, output_dtype=None, rows=None, **options):
     """Runs the planned program on the batch; returns (out, lse) as NumPy."""
     cache = batch.cache(content=content, order=order)
     meta = batch.metadata
@@ -69,7 +70,7 @@ def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_c
         has_output_scale="output_scale" in arrays,
         return_lse=True,
     )
-    program = plan_paged_attention(shape, arch, num_cus=num_cus)
+    program = plan_paged_attention(shape, arch, num_cus=num_cus, **(rows or {}))
     tensors = {
         "query": to_torch(batch.query),
         "cache": to_torch(cache.data),
@@ -85,8 +86,8 @@ def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_c
     return from_torch(result["out"]), from_torch(result["lse"])
 
 
-def check(batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, output_dtype=None, **options):
-    out, lse = attend(batch, layer=layer, content=content, order=order, num_cus=num_cus, output_dtype=output_dtype, **options)
+def check(batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, output_dtype=None, rows=None, **options):
+    out, lse = attend(batch, layer=layer, content=content, order=order, num_cus=num_cus, output_dtype=output_dtype, rows=rows, **options)
     expected, expected_lse = batch.reference(layer=layer, **options)
     assert_close(out, expected, dtype=out.dtype, what="out")
     assert_close(lse, expected_lse, dtype=np.float32, compute_dtype=out.dtype, what="lse")
@@ -177,6 +178,18 @@ def test_any_ratio_of_heads(heads, kv_heads, kind):
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_any_head_size(size, kind):
     check(random_batch(7, kind=kind, dtype=BF16, head_size=size, num_seqs=3, max_seq_len=40), content="xpacked")
+
+
+RELOADED = {"tiled": TiledRow(16, 16, 1, 1, reload_query=32), "split": SplitRow(16, 1, 1, 2, 16, reload_query=32)}
+
+
+@pytest.mark.parametrize("content", ["packed", "xpacked", "xpacked_interleaved_v"])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+@pytest.mark.parametrize("query, cache, size", [(F32, F32, 80), (BF16, E4M3, 128), (BF16, E4M3Z, 80), (E4M3, E4M3, 64)])
+def test_wide_heads_may_meet_some_channels_at_a_time(query, cache, size, kind, content):
+    model = query if np.dtype(query).itemsize > 1 else BF16
+    made = {"dtype": model, "query_dtype": query, "cache_dtype": cache, "head_size": size, "num_seqs": 3, "scales": "head"}
+    check(random_batch(11, kind=kind, sliding_window=30, **made), content=content, rows=RELOADED, sliding_window=30, scale=-0.1)
 
 
 @pytest.mark.parametrize("block", [8, 16, 32, 48, 112])

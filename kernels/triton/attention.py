@@ -106,8 +106,8 @@ def paged_attention_tiled(
     factor = score_factor(score_scale, k_scale, layer_index, kv_head, SCALE, SOFT_CAP, QUANTIZED, SCALE_HEADS)
     q_base = query + (query_start + first).to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
-    source = (q_base, q_offsets, ok, factor)
-    q, factor = load_query(q_base, q_offsets, ok, factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
+    q, factor, multiplier = load_query(q_base, q_offsets, ok, factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
+    source = (q_base, q_offsets, ok, multiplier)
     mass, peak = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     if alibi_slopes is not None:

@@ -97,14 +97,21 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int, num_stages: int) -> int:
+def channels_at_a_time(head_pad: int, row: TiledRow | SplitRow) -> int:
+    """How many channels of the query are loaded at a time, with every tile; 0 where it is kept."""
+    return row.reload_query if row.reload_query < head_pad else 0
+
+
+def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int, num_stages: int, reload_query: int = 0) -> int:
     """Shared memory of a workgroup, from above: the query's rows, a key and a value tile a stage, scores on their way to a product."""
     compute = ITEMSIZE[shape.compute_dtype]
     stored = shape.cache.dtype.itemsize
     # Tiles wait in shared memory as stored; one that must be converted goes through it a second time.
-    converted = 0 if shape.cache.dtype.name == shape.compute_dtype else 2 * tile * shape.head_pad * compute
+    channels = reload_query or shape.head_pad
+    elements = tile * (channels + shape.head_pad)
+    converted = 0 if shape.cache.dtype.name == shape.compute_dtype else elements * compute
     scores = rows * tile * (compute if shape.qq_bias is None else 4)  # a bias is added in float32
-    query, tiles = rows * shape.head_pad * compute, num_stages * 2 * tile * shape.head_pad * stored + converted + scores
+    query, tiles = rows * channels * compute, num_stages * elements * stored + converted + scores
     # On AMD the query only passes through on its way to registers, before the first tile comes.
     together = max(query, tiles) if arch.vendor == "amd" else query + tiles
     return together + together * arch.shared_padding // 16
@@ -116,7 +123,14 @@ def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_o
     while True:
         why = over_limits(
             arch,
-            shared_bytes=shared_bytes(shape, arch, rows=rows_of(candidate), tile=candidate.tile, num_stages=candidate.num_stages),
+            shared_bytes=shared_bytes(
+                shape,
+                arch,
+                rows=rows_of(candidate),
+                tile=candidate.tile,
+                num_stages=candidate.num_stages,
+                reload_query=channels_at_a_time(shape.head_pad, candidate),
+            ),
             num_warps=candidate.num_warps,
         )
         if why is None:
@@ -196,10 +210,16 @@ def plan_paged_attention(
     )
 
 
+def _hardware_fp8(shape: PagedAttentionShape, arch: Arch) -> bool:
+    return shape.cache.dtype.name in arch.fp8 and (shape.query_dtype in ITEMSIZE or shape.query_dtype in arch.fp8)
+
+
 def _row(tables: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
     kind = "fp8" if shape.cache.is_quantized else ("descriptors" if _pitch(shape) else "")
     row = row_for(tables, arch.name, shape.head_pad, kind=kind)
-    return narrowed(row, arch, float32=shape.compute_dtype == "float32", biased=shape.qq_bias is not None)
+    # float8_e5m2 is the upper half of a float16: decoding it takes no registers.
+    decoded = shape.cache.is_quantized and shape.cache.dtype.name != "float8_e5m2" and not _hardware_fp8(shape, arch)
+    return narrowed(row, arch, float32=shape.compute_dtype == "float32", biased=shape.qq_bias is not None, decoded=decoded)
 
 
 def _pitch(shape: PagedAttentionShape) -> int:
@@ -296,7 +316,7 @@ def _common_constants(shape: PagedAttentionShape, arch: Arch) -> dict[str, Any]:
         "STORED": spec.dtype.name,
         "COMPUTE": "float32" if arch.vendor == "cpu" else shape.compute_dtype,  # the interpreter's dot takes bfloat16 for integers
         "OUT_KIND": shape.output_dtype,
-        "HARDWARE_FP8": spec.dtype.name in arch.fp8 and (shape.query_dtype in ITEMSIZE or shape.query_dtype in arch.fp8),
+        "HARDWARE_FP8": _hardware_fp8(shape, arch),
         "ROW_FACTOR": shape.row_factor,
         "QUANTIZED": spec.is_quantized,
         "SCALE_HEADS": spec.num_kv_heads if shape.scales_per_head else 1,
@@ -343,7 +363,7 @@ def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, 
         constants=_constants(
             common,
             _KERNEL_CONSTANTS,
-            RELOAD_QUERY=row.reload_query,
+            RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
             HASTY=row.hasty,
             SUMS=_sums(row),
             HEADS=heads,
@@ -376,7 +396,7 @@ def _split_launches(
     share = _constants(
         common,
         _KERNEL_CONSTANTS,
-        RELOAD_QUERY=row.reload_query,
+        RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
         SUMS=_sums(row),
         PROGRAMS=programs,
         HEADS=heads,

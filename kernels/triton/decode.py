@@ -157,7 +157,9 @@ def paged_attention_split(
             ok = is_row & (row_token < query_len)
             q_base = query + query_start.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
             q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
-            q, factor = load_query(q_base, q_offsets, ok, scalar_factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
+            q, factor, multiplier = load_query(
+                q_base, q_offsets, ok, scalar_factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD
+            )
             mass, peak = start_rows(sinks, head, ok, seg_lo, ROWS)
             acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
             keys = context if CONTEXT_ONLY else kv_len
@@ -174,7 +176,7 @@ def paged_attention_split(
                 mass,
                 peak,
                 q,
-                (q_base, q_offsets, ok, scalar_factor),
+                (q_base, q_offsets, ok, multiplier),
                 factor,
                 lo,
                 hi,

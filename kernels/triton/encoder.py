@@ -72,8 +72,8 @@ def encoder_attention_kernel(
     factor = score_factor(score_scale, None, 0, kv_head, SCALE, SOFT_CAP, False, 1)
     q_base = query + (start + first).to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
-    source = (q_base, q_offsets, ok, factor)
-    q, factor = load_query(q_base, q_offsets, ok, factor, KIND, COMPUTE, False, False, HEAD_SIZE, HEAD_PAD)
+    q, factor, multiplier = load_query(q_base, q_offsets, ok, factor, KIND, COMPUTE, False, False, HEAD_SIZE, HEAD_PAD)
+    source = (q_base, q_offsets, ok, multiplier)
     mass, peak = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
 

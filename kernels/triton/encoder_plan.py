@@ -7,7 +7,7 @@ from ...functional.errors import UnsupportedError, bad_value
 from ..launch import Buffer, Launch, Program
 from ..tuning.archs import Arch, arch_facts, over_limits
 from ..tuning.attention import TILED, TiledRow, narrowed, row_for, smaller
-from .attention_plan import PagedAttentionShape, ceil_div, next_power_of_two, shared_bytes
+from .attention_plan import PagedAttentionShape, ceil_div, channels_at_a_time, next_power_of_two, shared_bytes
 
 ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention_kernel"
 
@@ -74,7 +74,10 @@ def _shared_bytes(shape: EncoderShape, arch: Arch, row: TiledRow) -> int:
         max_query_len=shape.max_query_len,
         scale=shape.scale,
     )
-    return shared_bytes(paged, arch, rows=_heads_and_rows(shape, row)[1], tile=row.tile, num_stages=row.num_stages)
+    rows = _heads_and_rows(shape, row)[1]
+    return shared_bytes(
+        paged, arch, rows=rows, tile=row.tile, num_stages=row.num_stages, reload_query=channels_at_a_time(shape.head_pad, row)
+    )
 
 
 def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | None = None, tiled: TiledRow | None = None) -> Program:
@@ -124,7 +127,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
             ("SOFT_CAP", float(shape.logits_soft_cap or 0.0)),
             ("HEAD_SIZE", shape.head_size),
             ("HEAD_PAD", shape.head_pad),
-            ("RELOAD_QUERY", row.reload_query),
+            ("RELOAD_QUERY", channels_at_a_time(shape.head_pad, row)),
             ("TILE", row.tile),
             ("KIND", shape.dtype),
             ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers

@@ -94,11 +94,11 @@ def token_offsets(
 
 
 @triton.jit
-def dim_offsets(SIDE: tl.constexpr, HEAD_PAD: tl.constexpr):
+def dim_offsets(d, SIDE: tl.constexpr):
     OUTER: tl.constexpr = SIDE[7]
     INNER: tl.constexpr = SIDE[8]
     VECTOR: tl.constexpr = SIDE[9]
-    return axis_offsets(tl.arange(0, HEAD_PAD), OUTER, INNER, VECTOR)
+    return axis_offsets(d, OUTER, INNER, VECTOR)
 
 
 @triton.jit
@@ -193,15 +193,23 @@ def attend_tile(
     key = tile * TILE + tl.arange(0, TILE)
     visible = (key >= key_begin) & (key < key_end)
 
-    if pages is not None and not GUARDED:
-        k = tl.trans(fetch_tile(pages, places[0], ids, tile, K_SIDE, BLOCK_SIZE, TILE))
-    else:
+    if RELOAD_QUERY > 0:
         k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
-        k_dim = dim_offsets(K_SIDE, HEAD_PAD)
-        k = load_tile(key_base + k_tile + (k_dim[:, None] + k_token[None, :]), d[:, None] < HEAD_SIZE, visible[None, :], PAD, GUARDED)
-    if RELOAD_QUERY:
-        q = reload_query(q_source, tile, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
-    s = tl.dot(q, to_compute(k, STORED, COMPUTE, HARDWARE_FP8), input_precision="ieee")
+        s = tl.zeros([acc.shape[0], TILE], tl.float32)
+        for first in tl.range(0, HEAD_PAD, RELOAD_QUERY, num_stages=1):
+            c = first + tl.arange(0, RELOAD_QUERY)
+            k_pointers = key_base + k_tile + (dim_offsets(c, K_SIDE)[:, None] + k_token[None, :])
+            k_part = load_tile(k_pointers, c[:, None] < HEAD_SIZE, visible[None, :], PAD, GUARDED)
+            q_part = reload_query(q_source, tile, c, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
+            s = tl.dot(q_part, to_compute(k_part, STORED, COMPUTE, HARDWARE_FP8), s, input_precision="ieee")
+    else:
+        if pages is not None and not GUARDED:
+            k = tl.trans(fetch_tile(pages, places[0], ids, tile, K_SIDE, BLOCK_SIZE, TILE))
+        else:
+            k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
+            k_pointers = key_base + k_tile + (dim_offsets(d, K_SIDE)[:, None] + k_token[None, :])
+            k = load_tile(k_pointers, d[:, None] < HEAD_SIZE, visible[None, :], PAD, GUARDED)
+        s = tl.dot(q, to_compute(k, STORED, COMPUTE, HARDWARE_FP8), input_precision="ieee")
 
     PLAIN: tl.constexpr = SOFT_CAP == 0.0 and not ALIBI and BIAS_COLUMNS == 0
     if PLAIN and not MASKED:
@@ -249,7 +257,7 @@ def attend_tile(
         v = fetch_tile(pages, places[1], ids, tile, V_SIDE, BLOCK_SIZE, TILE)
     else:
         v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
-        v_dim = dim_offsets(V_SIDE, HEAD_PAD)
+        v_dim = dim_offsets(d, V_SIDE)
         v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
         v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, GUARDED and not V_BY_TOKEN)
     if GUARDED and V_BY_TOKEN:

@@ -17,7 +17,8 @@ Options = tuple[tuple[str, int], ...]
 class TiledRow:
     """Tiled kernel: `rows` of query tokens times heads by `tile` keys.
 
-    `reload_query`: the query comes from the cache with every tile, where wide heads leave no registers to keep it in.
+    `reload_query`: where wide heads leave no registers to keep the query in, it comes from the cache with every tile, this many channels
+    at a time, and the keys with them; heads no wider than that keep it, and 0 always does.
     `hasty`: masked tiles are attended without care for NaN, and once more with it where NaN shows.
     `sums`: partial sums of a row while it is under way, 0 for its one sum: as many as the matrix unit's layout has columns side by side,
     no sum then crosses lanes.
@@ -29,7 +30,7 @@ class TiledRow:
     num_warps: int
     num_stages: int
     options: Options = ()
-    reload_query: bool = False
+    reload_query: int = 0
     hasty: bool = False
     sums: int = 0
     descriptors: bool = False
@@ -49,7 +50,7 @@ class SplitRow:
     programs_per_cu: int
     max_rows: int = 64
     options: Options = ()
-    reload_query: bool = False
+    reload_query: int = 0
     sums: int = 0
     reduce_warps: int = 4
     measured: str | None = None
@@ -93,9 +94,24 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 32, 4, 1),
     },
-    "gfx1100": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 8, 1, reload_query=True)},
-    "gfx1151": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(32, 16, 8, 1), 256: TiledRow(16, 16, 8, 1, reload_query=True)},
-    "gfx1201": {64: TiledRow(64, 32, 4, 1), 128: TiledRow(64, 32, 8, 1), 256: TiledRow(32, 16, 8, 1), 512: TiledRow(16, 16, 16, 1)},
+    "gfx1100": {
+        64: TiledRow(64, 32, 4, 1),
+        128: TiledRow(32, 16, 8, 1),
+        256: TiledRow(16, 16, 8, 1, reload_query=128),
+        512: TiledRow(16, 16, 8, 1, reload_query=128),
+    },
+    "gfx1151": {
+        64: TiledRow(64, 32, 4, 1),
+        128: TiledRow(32, 16, 8, 1),
+        256: TiledRow(16, 16, 8, 1, reload_query=128),
+        512: TiledRow(16, 16, 8, 1, reload_query=128),
+    },
+    "gfx1201": {
+        64: TiledRow(64, 32, 4, 1),
+        128: TiledRow(64, 32, 8, 1),
+        256: TiledRow(32, 16, 8, 1),
+        512: TiledRow(16, 16, 8, 1, reload_query=128),
+    },
     "gfx1250": {64: TiledRow(128, 64, 4, 2), 128: TiledRow(128, 32, 8, 2), 256: TiledRow(64, 32, 8, 2), 512: TiledRow(32, 16, 8, 2)},
     "cpu": {4096: TiledRow(16, 16, 1, 1)},
 }
@@ -114,13 +130,23 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "gfx90a": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
     "gfx942": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
     "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
-    "gfx1100": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
-    "gfx1151": {64: SplitRow(32, 4, 1, 4, 32), 128: SplitRow(16, 8, 1, 4, 16), 256: SplitRow(16, 16, 1, 4, 16, reload_query=True)},
+    "gfx1100": {
+        64: SplitRow(32, 4, 1, 4, 32),
+        128: SplitRow(16, 8, 1, 4, 16),
+        256: SplitRow(16, 8, 1, 4, 16, reload_query=128),
+        512: SplitRow(16, 16, 1, 4, 16, reload_query=128),
+    },
+    "gfx1151": {
+        64: SplitRow(32, 4, 1, 4, 32),
+        128: SplitRow(16, 8, 1, 4, 16),
+        256: SplitRow(16, 8, 1, 4, 16, reload_query=128),
+        512: SplitRow(16, 16, 1, 4, 16, reload_query=128),
+    },
     "gfx1201": {
         64: SplitRow(32, 4, 1, 4, 32),
         128: SplitRow(32, 8, 1, 4, 32),
         256: SplitRow(16, 8, 1, 4, 16),
-        512: SplitRow(16, 8, 1, 4, 16, reload_query=True),
+        512: SplitRow(16, 8, 1, 4, 16, reload_query=128),
     },
     "gfx1250": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(64, 4, 2, 2), 512: SplitRow(16, 8, 2, 2, 32)},
     "cpu": {4096: SplitRow(16, 1, 1, 2, 128)},
@@ -140,18 +166,22 @@ def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *
     return table[min(size for size in table if size >= head_pad)]
 
 
-def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False) -> Row:
+def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, decoded: bool = False) -> Row:
     """The row for calls whose tiles need more registers than those that the tables are for.
 
     float32 has no matrix unit worth the name, and none at all on RDNA: its operands fill the registers. On AMD a bias between query tokens
-    takes a tile of pointers.
+    takes a tile of pointers, and fp8 that is `decoded` with integers more of them than the widest heads leave.
     """
     if float32:
         most, waves = (16, 8) if arch.matrix == "wmma" else (32, 1)
         row = replace(row, tile=min(row.tile, most), num_warps=max(row.num_warps, waves), measured=None)
+        if arch.vendor == "amd":
+            row = replace(row, reload_query=64 if arch.matrix == "wmma" else 128)
         if isinstance(row, TiledRow):
             return replace(row, rows=min(row.rows, most), num_stages=1, hasty=False, sums=0)
         return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2), sums=0)
+    if decoded and arch.vendor == "amd":
+        row = replace(row, reload_query=min(row.reload_query or 256, 256), measured=None)
     if biased and arch.vendor == "amd":
         return replace(row, tile=max(16, row.tile // 2), measured=None)
     return row
