@@ -12,7 +12,7 @@ from purepage import CacheSpec
 from purepage.functional.testing import assert_close, random_batch
 from purepage.kernels.launch import Descriptor, without_descriptors
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
-from purepage.kernels.tuning.attention import TiledRow
+from purepage.kernels.tuning.attention import SplitRow, TiledRow
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -33,9 +33,26 @@ def fill_unused(batch, value):
         cache[np.isnan(cache.astype(np.float32))] = value
 
 
-def check(monkeypatch, batch, row, **options):
+SPLIT = SplitRow(16, 1, 1, 2, max_rows=16)
+LONG = {"max_query_len": 40, "max_seq_len": 100}
+"""Of these batches the split kernel takes the short sequences, the tiled kernel the others."""
+
+
+def use_row(monkeypatch, row):
+    """Plans with the row, and makes sure that it comes to run."""
     plan = attention.plan_paged_attention
-    monkeypatch.setattr(attention, "plan_paged_attention", lambda *args, **named: plan(*args, **named, tiled=row))
+
+    def planned(*args, **named):
+        program = plan(*args, **named, tiled=row, split=SPLIT)
+        assert program.launches[0].kernel.endswith("paged_attention_tiled")
+        assert any(isinstance(arg, Descriptor) for arg in program.launches[0].args) == row.descriptors
+        return program
+
+    monkeypatch.setattr(attention, "plan_paged_attention", planned)
+
+
+def check(monkeypatch, batch, row, **options):
+    use_row(monkeypatch, row)
     attention.check(batch, **options)
 
 
@@ -43,7 +60,7 @@ def check(monkeypatch, batch, row, **options):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC"), ("flash", "LHBNC")])
 def test_haste_and_descriptors_change_no_result_whatever_unused_slots_hold(monkeypatch, content, order, row, unused):
-    batch = random_batch(21, dtype=BF16, num_layers=2, head_size=32)
+    batch = random_batch(21, dtype=BF16, num_layers=2, **LONG)
     fill_unused(batch, UNUSED[unused])
     check(monkeypatch, batch, ROWS[row], layer=1, content=content, order=order)
 
@@ -58,7 +75,7 @@ FEATURES = {
 @pytest.mark.parametrize("unused", ["NaN", "finite"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_haste_and_descriptors_with_every_mask(monkeypatch, feature, unused):
-    batch = random_batch(22, dtype=BF16, num_heads=4, num_kv_heads=2, head_size=32)
+    batch = random_batch(22, dtype=BF16, **LONG)
     fill_unused(batch, UNUSED[unused])
     check(monkeypatch, batch, ROWS["descriptors"], **FEATURES[feature])
 
@@ -73,8 +90,7 @@ def test_a_key_that_only_later_queries_see_spoils_them_alone_also_in_haste(monke
     first = length - length // 3
     table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
     batch.value_cache[:, table[0, first // size], first % size] = poison
-    plan = attention.plan_paged_attention
-    monkeypatch.setattr(attention, "plan_paged_attention", lambda *args, **named: plan(*args, **named, tiled=ROWS[row]))
+    use_row(monkeypatch, ROWS[row])
     out, _ = attention.attend(batch)
     expected, _ = random_batch(23, **options).reference()
     spoilt = np.zeros(len(out), bool)

@@ -9,6 +9,7 @@ from ...functional.errors import UnsupportedError, bad_value
 from ..launch import Buffer, Descriptor, Launch, Program
 from ..tuning.archs import Arch, arch_facts, over_limits
 from ..tuning.attention import SPLIT, TILED, SplitRow, TiledRow, narrowed, row_for, smaller
+from .stage_plan import on_the_copy, stage_launch, staged_constants, staged_shape
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 TILED_KERNEL = "purepage.kernels.triton.attention:paged_attention_tiled"
@@ -195,11 +196,18 @@ def plan_paged_attention(
     common = _common_constants(shape, facts)
     launches, scratch = [], {}
     if shape.num_tokens:
-        if uses_tiled:
+        staged = staged_shape(shape, tiled_row.stage) if uses_tiled and _pages(shape, tiled_row) is None else None
+        if staged is not None:
+            row = _fit(staged, facts, _row(TILED, staged, facts), tiled, lambda row: _tiled_rows(staged, row)[2])
+            stage, scratch = stage_launch(shape, staged, split_tokens, common)
+            constants = staged_constants(_common_constants(staged, facts), common)
+            launches += [stage, on_the_copy(_tiled_launch(staged, row, split_tokens, names, constants))]
+        elif uses_tiled:
             launches.append(_tiled_launch(shape, tiled_row, split_tokens, names, common))
         if split_tokens:
-            parts, scratch = _split_launches(shape, split_row, cus, names, common, zero_padding=not uses_tiled)
+            parts, more = _split_launches(shape, split_row, cus, names, common, zero_padding=not uses_tiled)
             launches += parts
+            scratch |= more
     return Program(
         name="paged_attention",
         inputs=tuple(inputs.items()),

@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...functional.errors import UnsupportedError
 from .archs import Arch
@@ -23,6 +23,7 @@ class TiledRow:
     `sums`: partial sums of a row while it is under way, 0 for its one sum: as many as the matrix unit's layout has columns side by side,
     no sum then crosses lanes.
     `descriptors`: tiles within a page of a cache that is a matrix, a token a row, come by the copy engine.
+    `stage`: from this many query tokens times heads of a KV head on, pages that can't come so are copied first; 0 for never.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class TiledRow:
     hasty: bool = False
     sums: int = 0
     descriptors: bool = False
+    stage: int = 0
     measured: str | None = None
 
 
@@ -60,21 +62,22 @@ Row = TypeVar("Row", TiledRow, SplitRow)
 
 WAVES_2: Options = (("waves_per_eu", 2),)
 
+HASTY: Mapping[str, Any] = {"hasty": True, "sums": 8}
+FETCHED: Mapping[str, Any] = {**HASTY, "descriptors": True, "stage": 1024}
+
 TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "sm_90": {
-        64: TiledRow(64, 64, 4, 4, hasty=True, sums=8, measured="H200: best of twelve at 1x8192, D 64, bf16"),
-        128: TiledRow(128, 64, 8, 3, hasty=True, sums=8, measured="H200: best of three at 1x8192, x-packed, bf16"),
-        256: TiledRow(128, 64, 8, 2, hasty=True, sums=8),
+        64: TiledRow(64, 64, 4, 4, **HASTY, measured="H200: best of twelve at 1x8192, D 64, bf16"),
+        128: TiledRow(128, 64, 8, 3, **HASTY, stage=1024, measured="H200: best of three at 1x8192, x-packed, bf16"),
+        256: TiledRow(128, 64, 8, 2, **HASTY, stage=1024),
         512: TiledRow(64, 32, 8, 2),
     },
     "sm_90 descriptors": {
-        64: TiledRow(64, 64, 4, 4, hasty=True, sums=8, measured="H200: pointers were as fast as descriptors at D 64"),
-        128: TiledRow(
-            64, 64, 4, 3, hasty=True, sums=8, descriptors=True, measured="H200: best of forty at 1x8192, 4x4096 and 16 x 512 of 2048, bf16"
-        ),
-        256: TiledRow(128, 64, 8, 2, hasty=True, sums=8, descriptors=True, measured="H200: best of eight at 1x8192, D 256, bf16"),
+        64: TiledRow(64, 64, 4, 4, **HASTY, measured="H200: pointers were as fast as descriptors at D 64"),
+        128: TiledRow(64, 64, 4, 3, **FETCHED, measured="H200: best of forty at 1x8192, 4x4096 and 16 x 512 of 2048, bf16"),
+        256: TiledRow(128, 64, 8, 2, **FETCHED, measured="H200: best of eight at 1x8192, D 256, bf16"),
     },
-    "sm_90 fp8": {128: TiledRow(128, 128, 8, 3, hasty=True, sums=8, measured="H200: best of twenty-five at 1x8192, D 128")},
+    "sm_90 fp8": {128: TiledRow(128, 128, 8, 3, **HASTY, stage=1024, measured="H200: best of twenty-five at 1x8192, D 128")},
     "sm_80": {64: TiledRow(128, 64, 4, 3), 128: TiledRow(128, 64, 8, 2), 256: TiledRow(64, 32, 4, 2), 512: TiledRow(32, 32, 4, 1)},
     "gfx90a": {
         64: TiledRow(64, 64, 4, 1, WAVES_2),
