@@ -234,6 +234,20 @@ CHECKS = [
     Case("mixed, D 256, 71:1", ((1, 300), (77, 500), (1, 65)), num_heads=71, num_kv_heads=1, head_size=256),
     Case("mixed, D 512", ((1, 300), (77, 500), (1, 65)), head_size=512),
     Case("mixed, window 100", ((1, 300), (77, 500), (200, 200), (1, 65)), window=100),
+    *(
+        Case(f"long, {name}", ((1, 300), (400, 900), (300, 300), (9, 70), (1, 65)), **changes)
+        for name, changes in {
+            "packed": {},
+            "flash": {"content": "flash", "order": "LHBNC"},
+            "window 100": {"window": 100},
+            "D 256": {"head_size": 256},
+            "float16, block 16": {"query": "float16", "cache": "float16", "block_size": 16},
+            "xpacked": {"content": "xpacked"},
+            "fp8": {"cache": "float8_e4m3fn"},
+            "fp8 e5m2, window 100, xpacked": {"cache": "float8_e5m2", "window": 100, "content": "xpacked"},
+            "fp8, D 64": {"cache": "float8_e4m3fn", "head_size": 64},
+        }.items()
+    ),
     Case("decode, ragged", RAGGED),
     Case("decode, 5 queries", tuple((5, n) for n in (700, 20, 5, 3000))),
 ]
@@ -258,6 +272,8 @@ PREFILL = [
     Case("prefill 1x8192 fp8", ((8192, 8192),), cache="float8_e4m3fn"),
     Case("prefill 1x8192 xpacked", ((8192, 8192),), content="xpacked"),
     Case("prefill 1x8192 block 16", ((8192, 8192),), block_size=16),
+    Case("chunked 16x512of2048 fp8", ((512, 2048),) * 16, cache="float8_e4m3fn"),
+    Case("prefill 4x4096 xpacked, block 16", ((4096, 4096),) * 4, content="xpacked", block_size=16),
     Case("mixed 2048 + 63x4096", ((2048, 2048), *((1, 4096),) * 63)),
     Case("prefill 1x2048", ((2048, 2048),)),
     Case("decode 63x4096", ((1, 4096),) * 63),
