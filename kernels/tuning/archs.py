@@ -51,7 +51,7 @@ ARCHS: Mapping[str, Arch] = {
         Arch("gfx1100", "amd", 32, 64 * KIB, 1024, 48, frozenset(), "wmma"),
         Arch("gfx1151", "amd", 32, 64 * KIB, 1024, 20, frozenset(), "wmma"),
         Arch("gfx1201", "amd", 32, 64 * KIB, 1024, 32, OCP, "wmma"),
-        Arch("gfx1250", "amd", 32, 320 * KIB, 1024, 256, OCP, "wmma", 5),
+        Arch("gfx1250", "amd", 32, 320 * KIB, 1024, 256, OCP, "wmma", 6),
         Arch("sm_80", "nvidia", 32, 163 * KIB, 1024, 108, frozenset(), "mma"),
         Arch("sm_90", "nvidia", 32, 227 * KIB, 1024, 132, OCP, "wgmma"),
         Arch("cpu", "cpu", 1, 1 << 30, 1024, 4, frozenset(), None),

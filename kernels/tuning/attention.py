@@ -135,13 +135,13 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
     "gfx1100": {
         64: SplitRow(32, 4, 1, 4, 32),
-        128: SplitRow(16, 8, 1, 4, 16),
+        128: SplitRow(16, 8, 1, 4, 16, reload_query=64),
         256: SplitRow(16, 8, 1, 4, 16, reload_query=128),
         512: SplitRow(16, 16, 1, 4, 16, reload_query=128),
     },
     "gfx1151": {
         64: SplitRow(32, 4, 1, 4, 32),
-        128: SplitRow(16, 8, 1, 4, 16),
+        128: SplitRow(16, 8, 1, 4, 16, reload_query=64),
         256: SplitRow(16, 8, 1, 4, 16, reload_query=128),
         512: SplitRow(16, 16, 1, 4, 16, reload_query=128),
     },
