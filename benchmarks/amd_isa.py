@@ -165,6 +165,7 @@ VARIANTS: Mapping[str, Callable[[str], Program]] = {
     "attention D64 bf16 window": attention(64, sliding_window=1000),
     "attention D64 bf16 all features": attention(64, **ALL),
     "attention D64 bf16 xpacked": attention(64, content="xpacked", block_size=16),
+    "attention D64 bf16 qq_bias, all features": attention(64, qq_bias=(64, 64), **ALL),
     "attention D64 native fp8": attention(64, cache="native"),
     "attention D128 bf16": attention(128),
     "attention D128 bf16 soft cap": attention(128, logits_soft_cap=30.0),

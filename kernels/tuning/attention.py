@@ -186,7 +186,7 @@ def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, decod
     if decoded and arch.vendor == "amd":
         row = replace(row, reload_query=min(row.reload_query or 256, 256), measured=None)
     if biased and arch.vendor == "amd":
-        return replace(row, tile=max(16, row.tile // 2), measured=None)
+        return replace(row, tile=max(16, row.tile // 2), options=(), measured=None)  # nor does it leave room for two waves
     return row
 
 
