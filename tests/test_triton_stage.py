@@ -52,6 +52,11 @@ def test_pages_in_fp8_with_the_scales_of_their_layer(monkeypatch, query, cache, 
     check(monkeypatch, random_batch(32, dtype=query, cache_dtype=cache, num_layers=2, scales=scales, **LONG), layer=1)
 
 
+@pytest.mark.parametrize("cache", [BF16, E4M3], ids=lambda d: np.dtype(d).name)
+def test_a_negative_scale_of_the_scores(monkeypatch, cache):
+    check(monkeypatch, random_batch(35, dtype=BF16, cache_dtype=cache, **LONG), scale=-0.2, content="xpacked")
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -60,6 +60,7 @@ def paged_attention_tiled(
     ROW_FACTOR: tl.constexpr,
     QUANTIZED: tl.constexpr,
     SCALE_HEADS: tl.constexpr,
+    SIGNED: tl.constexpr,
     WIDE: tl.constexpr,
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
@@ -106,7 +107,9 @@ def paged_attention_tiled(
     factor = score_factor(score_scale, k_scale, layer_index, kv_head, SCALE, SOFT_CAP, QUANTIZED, SCALE_HEADS)
     q_base = query + (query_start + first).to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
-    q, factor, multiplier = load_query(q_base, q_offsets, ok, factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD)
+    q, factor, multiplier = load_query(
+        q_base, q_offsets, ok, factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD, SIGNED
+    )
     source = (q_base, q_offsets, ok, multiplier)
     mass, peak = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)

@@ -18,14 +18,19 @@ def load_query(
     ROW_FACTOR: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
+    SIGNED: tl.constexpr = True,
 ):
     """Rows of the query in the compute dtype, their factor (not below 0, one in all or, with ROW_FACTOR, one per row), and what they were
-    multiplied by, likewise.
+    multiplied by, likewise. Not SIGNED: the keys have the factor's sign already.
     """
     d = tl.arange(0, HEAD_PAD)
     bits = tl.load(typed(query, KIND) + offsets[:, None] + d[None, :], mask=ok[:, None] & (d < HEAD_SIZE)[None, :], other=0)
-    # The running peak is taken before scaling, so a negative scale goes into the query: exact.
-    multiplier = tl.where(factor < 0, -1.0, 1.0)
+    # The running peak is taken before scaling, so a negative scale goes into the query: exact. On NVIDIA a query that was computed with
+    # comes from registers to the product, one that was only loaded from shared memory, which is faster.
+    if SIGNED:
+        multiplier = tl.where(factor < 0, -1.0, 1.0)
+    else:
+        multiplier = 1.0
     factor = tl.abs(factor)
     if ROW_FACTOR:
         # bfloat16 rows meet fp8 keys in float16, which holds every fp8 value: an exact power of two brings a row's largest entry to [1, 2).

@@ -56,8 +56,8 @@ def attend_range(
 ):
     """Tiles [lo, hi): those in [full_lo, full_hi) in a pipelined loop, then the few at either edge with masks.
 
-    HASTY: the edges are attended as if nothing in them were NaN, which costs less than to see to it. NaN or infinities that come of it,
-    from keys that a row does not see or from those it does, show in the accumulator, and the block is done again with care.
+    HASTY: the edges are attended as if no key in them were NaN, which costs less than to see to it. NaN or infinities that come of it show
+    in the accumulator, and the block is done again with care.
     `pages`: descriptor of the cache, or None; `places`: `matrix_place` of the keys and of the values.
     """
     start_mass = mass

@@ -20,6 +20,7 @@ def stage_side(
     layer,
     kv_head,
     ok,
+    sign,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -30,8 +31,11 @@ def stage_side(
     SIDE: tl.constexpr,
 ):
     tile, token = token_offsets(ids, page, SIDE, BLOCK_SIZE, TILE, WIDE)
-    pointers = side_base(cache, layer, kv_head, SIDE, STORED) + tile + (token[:, None] + dim_offsets(tl.arange(0, HEAD_SIZE), SIDE)[None, :])
+    channel = dim_offsets(tl.arange(0, HEAD_SIZE), SIDE)
+    pointers = side_base(cache, layer, kv_head, SIDE, STORED) + tile + (token[:, None] + channel[None, :])
     values = to_compute(tl.load(pointers, mask=ok[:, None], other=0), STORED, COMPUTE, HARDWARE_FP8)
+    if sign is not None:
+        values = (values * sign).to(values.dtype)
     row = tl.arange(0, TILE)[:, None] * (2 * HEAD_SIZE) + tl.arange(0, HEAD_SIZE)[None, :]
     tl.store(staged + row, values)
 
@@ -41,6 +45,7 @@ def stage_pages(
     staged,
     staged_table,
     cache,
+    k_scale,
     query_start_loc,
     seq_lens,
     block_table,
@@ -57,12 +62,15 @@ def stage_pages(
     STORED: tl.constexpr,
     COMPUTE: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
+    SIGN_KEYS: tl.constexpr,
+    SCALE_HEADS: tl.constexpr,
     WIDE: tl.constexpr,
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
 ):
     """One program a page of TILE tokens and KV head. `staged` is [pages, NUM_KV_HEADS, TILE, 2 * HEAD_SIZE], page s * staged_width + i the
-    i-th of sequence s, and `staged_table` says so. Tokens past a sequence's end are 0; pages that no query sees are left as they are.
+    i-th of sequence s, and `staged_table` says so. With SIGN_KEYS the keys take the sign of their scale. Tokens past a sequence's end are
+    0; pages that no query sees are left as they are.
     """
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -81,10 +89,15 @@ def stage_pages(
     ok = page * TILE + tl.arange(0, TILE) < kv_len
     target = staged + (tl.cast(index, tl.int64) * NUM_KV_HEADS + kv_head) * (TILE * 2 * HEAD_SIZE)
     layer_index = tl.load(layer)
+    if SIGN_KEYS:
+        scale = tl.load(k_scale + layer_index * SCALE_HEADS + (kv_head if SCALE_HEADS > 1 else 0))
+        sign = tl.where(scale < 0, -1.0, 1.0)
+    else:
+        sign = None
     stage_side(
-        target, cache, ids, page, layer_index, kv_head, ok, HEAD_SIZE, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE
+        target, cache, ids, page, layer_index, kv_head, ok, sign, HEAD_SIZE, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE
     )  # fmt: skip
+    target += HEAD_SIZE
     stage_side(
-        target + HEAD_SIZE, cache, ids, page, layer_index, kv_head, ok, HEAD_SIZE, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE,
-        V_SIDE,
+        target, cache, ids, page, layer_index, kv_head, ok, None, HEAD_SIZE, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, V_SIDE
     )  # fmt: skip

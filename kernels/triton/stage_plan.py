@@ -50,18 +50,19 @@ def stage_launch(
         "staged": Buffer(staged.cache.shape, staged.query_dtype),
         "staged_table": Buffer((shape.num_seqs, staged.table_width), "int32"),
     }
-    same = "WINDOW HEAD_SIZE NUM_BLOCKS BLOCK_SIZE STORED HARDWARE_FP8 WIDE K_SIDE V_SIDE".split()
+    same = "WINDOW HEAD_SIZE NUM_BLOCKS BLOCK_SIZE STORED HARDWARE_FP8 SCALE_HEADS WIDE K_SIDE V_SIDE".split()
     launch = Launch(
         kernel=STAGE_KERNEL,
         grid=(pages, shape.cache.num_kv_heads, 1),
         args=(
-            *"staged staged_table cache query_start_loc seq_lens block_table layer".split(),
+            *"staged staged_table cache k_scale query_start_loc seq_lens block_table layer".split(),
             shape.table_width,
             staged.table_width,
         ),
         writes=tuple(scratch),
         constants=(
             *((name, common[name]) for name in same),
+            ("SIGN_KEYS", shape.cache.is_quantized and shape.scale > 0),
             ("NUM_KV_HEADS", shape.cache.num_kv_heads),
             ("SPLIT_TOKENS", split_tokens),
             ("TILE", PAGE),
@@ -74,9 +75,10 @@ def stage_launch(
 
 
 def staged_constants(constants: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """The copy's constants: it has one layer, and the cache's scales are still to be applied."""
+    """The copy's constants: it has one layer, and the cache's scales are still to be applied, but for the sign of the keys' where
+    the scores' own is above 0."""
     sides = {side: (constants[side][0], 0, *constants[side][2:]) for side in ("K_SIDE", "V_SIDE")}
-    return {**constants, **sides, **{name: common[name] for name in ("QUANTIZED", "SCALE_HEADS")}}
+    return {**constants, **sides, **{name: common[name] for name in ("QUANTIZED", "SCALE_HEADS")}, "SIGNED": common["SCALE"] < 0}
 
 
 def on_the_copy(launch: Launch) -> Launch:

@@ -182,7 +182,8 @@ def attend_tile(
 ):
     """Adds one tile to the running (accumulator, mass, peak) of the rows; `q_source` is that of `reload_query`.
 
-    CAREFUL: what a row does not see may hold NaN, and is kept from it; else the caller looks for NaN in what comes out.
+    CAREFUL: a key that only some rows see may hold NaN, which is kept from the others; else the caller looks for NaN in what comes out.
+    Keys that no row sees never matter.
     SUMS: 0, or the partial sums that `mass` has a row.
     """
     GUARDED: tl.constexpr = MASKED and CAREFUL
@@ -253,14 +254,14 @@ def attend_tile(
         mass = mass * decay + tl.sum(p, 1)
     acc = acc * decay[:, None]
 
-    if pages is not None and not GUARDED:
+    if pages is not None and not MASKED:
         v = fetch_tile(pages, places[1], ids, tile, V_SIDE, BLOCK_SIZE, TILE)
     else:
         v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
         v_dim = dim_offsets(d, V_SIDE)
         v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
-        v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, GUARDED and not V_BY_TOKEN)
-    if GUARDED and V_BY_TOKEN:
+        v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, MASKED and not V_BY_TOKEN)
+    if MASKED and V_BY_TOKEN:
         v = tl.where(visible[:, None], v, 0)
     v = to_compute(v, STORED, COMPUTE, HARDWARE_FP8)
     if GUARDED and not SAME_KEYS:
