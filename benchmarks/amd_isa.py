@@ -275,15 +275,19 @@ def faults(row: Row) -> list[str]:
         found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
     if not needs.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
         found.append("no matrix instruction")
+    edge = constants.get("EDGE", tile)
+    held = min(rows, constants["HEADS"] * constants.get("TOKENS", constants.get("SPLIT_TOKENS", rows)))
     # A tile of keys and one of values in each of two loops (with and without masks), and the query once: 16 bytes a thread at a time, where
     # there are as many for each thread.
     threads = launch.num_warps * limits.wave_size
     wide = sum(
         times * (elements * jnp.dtype(kind).itemsize // (16 * threads))
         for times, elements, kind in (
-            (2, tile * (channels or head), stored),
-            (2, tile * head, stored),
-            (1, rows * (channels or head), query),
+            (1, tile * (channels or head), stored),
+            (1, edge * (channels or head), stored),
+            (1, tile * head, stored),
+            (1, edge * head, stored),
+            (1, held * (channels or head), query),
         )
     )
     if dict(needs.loads).get(128, 0) < wide:

@@ -51,12 +51,19 @@ def loops(code: Sequence[Instruction]) -> list[tuple[int, int]]:
     return sorted(ends.items())
 
 
-def main_loop(text: str) -> list[Instruction]:
-    """Labels and instructions of the main loop; empty where no loop has matrix instructions."""
+def main_loop(text: str, load_bytes: int = 0) -> list[Instruction]:
+    """Labels and instructions of the main loop; empty where no loop has matrix instructions.
+
+    Args:
+      text: of the kernel.
+      load_bytes: of a lane, that a pass through the main loop loads at least: loops over smaller tiles, which mask, are passed over.
+    """
     code = instructions(text)
     found = [(begin, end) for begin, end in loops(code) if any(is_matrix(line) for line in code[begin:end])]
     inner = [(b, e) for b, e in found if not any((b, e) != (c, f) and b <= c and f <= e for c, f in found)]
-    return min((code[begin : end + 1] for begin, end in inner), key=len, default=[])
+    bodies = [code[begin : end + 1] for begin, end in inner]
+    whole = [body for body in bodies if sum(map(load_bits, body)) // 8 >= load_bytes]
+    return min(whole or bodies, key=len, default=[])
 
 
 def is_matrix(line: Instruction) -> bool:

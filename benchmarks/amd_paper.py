@@ -123,7 +123,8 @@ def ours(case: Case, arch: str) -> Iterator[Kernel]:
         if not case.is_decode and name != "paged_attention_tiled":
             continue  # it finds no sequence short enough
         needs = read_needs(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
-        body = tuple(main_loop(compiled.asm["amdgcn"]))
+        whole_tile = 2 * constants["TILE"] * spec.head_size * spec.dtype.itemsize
+        body = tuple(main_loop(compiled.asm["amdgcn"], whole_tile // (launch.num_warps * arch_facts(arch).wave_size)))
         yield Kernel("purepage", case, needs, constants["ROWS"], constants["TILE"], launch.num_stages, math.prod(launch.grid), body)
 
 

@@ -122,6 +122,31 @@ def wide_heads_in_float32_some_channels_at_a_time(arch):
 
 
 @case
+def a_value_of_nan_that_only_later_queries_see(arch):
+    options = {
+        "kind": "prefill",
+        "head_size": 64,
+        "dtype": BF16,
+        "num_seqs": 1,
+        "max_query_len": 24,
+        "num_layers": 1,
+        "share_prefixes": False,
+    }
+    batch, clean = random_batch(23, **options), random_batch(23, **options)
+    length = int(batch.seq_lens[0])
+    first = length - length // 3
+    table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
+    batch.value_cache[:, table[0, first // size], first % size] = np.nan
+    call = paged_attention_call(batch.query, batch.cache(), batch.metadata, layer=0, q_scale=batch.q_scale, return_lse=True)
+    out = emulate("paged_attention", call, arch)["out"]
+    spoilt = np.zeros(len(out), bool)
+    spoilt[first:length] = True
+    assert 0 < spoilt.sum() < length, (first, length)
+    assert np.isnan(out[spoilt].astype(F32)).all()
+    assert_close(out[~spoilt], clean.reference(layer=0)[0][~spoilt], dtype=BF16)
+
+
+@case
 def encoder(arch):
     lengths, rng = (9, 0, 20), np.random.default_rng(0)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent
 EMULATOR = ROOT.parent / "shared"
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
-CASES = 11
+CASES = 12
 
 pytestmark = pytest.mark.skipif(
     not (EMULATOR / "amdemu" / "__init__.py").exists(), reason="the emulator of AMD GPUs is not beside this checkout, at ../shared/amdemu"

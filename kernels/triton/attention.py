@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .common import uniform
 from .query import load_query
 from .ranges import attend_range
 from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
@@ -49,9 +50,11 @@ def paged_attention_tiled(
     RELOAD_QUERY: tl.constexpr,
     HASTY: tl.constexpr,
     SUMS: tl.constexpr,
+    LATE_CLAMP: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    EDGE: tl.constexpr,
     QUERY_KIND: tl.constexpr,
     STORED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -62,6 +65,7 @@ def paged_attention_tiled(
     SCALE_HEADS: tl.constexpr,
     SIGNED: tl.constexpr,
     WIDE: tl.constexpr,
+    AMD: tl.constexpr,
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
 ):
@@ -90,7 +94,7 @@ def paged_attention_tiled(
         return
     seqs = tl.arange(0, SEQS_PAD)
     starts = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
-    seq = tl.sum(((starts // TOKENS + seqs <= block) & (seqs < num_seqs)).to(tl.int32), 0) - 1
+    seq = uniform(tl.sum(((starts // TOKENS + seqs <= block) & (seqs < num_seqs)).to(tl.int32), 0) - 1, AMD)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     first = (block - (query_start // TOKENS + seq)) * TOKENS
@@ -172,12 +176,15 @@ def paged_attention_tiled(
         NUM_BLOCKS,
         BLOCK_SIZE,
         TILE,
+        EDGE,
         STORED,
         COMPUTE,
         HARDWARE_FP8,
         WIDE,
         K_SIDE,
         V_SIDE,
+        AMD,
+        LATE_CLAMP,
     )
     if QUANTIZED:
         value_scale = tl.load(v_scale + layer_index * SCALE_HEADS + (kv_head if SCALE_HEADS > 1 else 0))

@@ -227,7 +227,10 @@ def _row(tables: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
     row = row_for(tables, arch.name, shape.head_pad, kind=kind)
     # float8_e5m2 is the upper half of a float16: decoding it takes no registers.
     decoded = shape.cache.is_quantized and shape.cache.dtype.name != "float8_e5m2" and not _hardware_fp8(shape, arch)
-    return narrowed(row, arch, float32=shape.compute_dtype == "float32", biased=shape.qq_bias is not None, decoded=decoded)
+    straddles = shape.cache.block_size % row.tile != 0
+    crowded = shape.head_pad > 64 and (shape.has_alibi or straddles or shape.query_dtype not in ITEMSIZE)
+    float32, biased = shape.compute_dtype == "float32", shape.qq_bias is not None
+    return narrowed(row, arch, float32=float32, biased=biased, crowded=crowded, decoded=decoded)
 
 
 def _pitch(shape: PagedAttentionShape) -> int:
@@ -258,6 +261,10 @@ def _pages(shape: PagedAttentionShape, row: TiledRow) -> Descriptor | None:
 
 def _sums(row: TiledRow | SplitRow) -> int:
     return row.sums if row.sums and row.tile % row.sums == 0 else 0
+
+
+def _edge(row: TiledRow | SplitRow) -> int:
+    return min(row.edge or row.tile, row.tile)
 
 
 def _tiled_rows(shape: PagedAttentionShape, row: TiledRow) -> tuple[int, int, int]:
@@ -328,6 +335,7 @@ def _common_constants(shape: PagedAttentionShape, arch: Arch) -> dict[str, Any]:
         "ROW_FACTOR": shape.row_factor,
         "QUANTIZED": spec.is_quantized,
         "SCALE_HEADS": spec.num_kv_heads if shape.scales_per_head else 1,
+        "AMD": arch.vendor == "amd",
         "WIDE": spec.num_blocks * max(key.block, value.block) >= 2**31,
         "K_SIDE": astuple(key),
         "V_SIDE": astuple(value),
@@ -340,7 +348,7 @@ def _constants(common: dict[str, Any], names: str, **own: Any) -> tuple[tuple[st
 
 _KERNEL_CONSTANTS = (
     "SEQS_PAD NUM_HEADS GROUP SCALE CAUSAL CONTEXT_ONLY WINDOW SOFT_CAP BIAS_ROWS BIAS_COLUMNS HEAD_SIZE HEAD_PAD NUM_BLOCKS BLOCK_SIZE "
-    "QUERY_KIND STORED COMPUTE OUT_KIND HARDWARE_FP8 ROW_FACTOR QUANTIZED SCALE_HEADS WIDE K_SIDE V_SIDE"
+    "QUERY_KIND STORED COMPUTE OUT_KIND HARDWARE_FP8 ROW_FACTOR QUANTIZED SCALE_HEADS WIDE AMD K_SIDE V_SIDE"
 )
 _REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL CONTEXT_ONLY WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
 
@@ -375,6 +383,8 @@ def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, 
             HASTY=row.hasty,
             SIGNED=common.get("SIGNED", True),
             SUMS=_sums(row),
+            LATE_CLAMP=row.late_clamp,
+            EDGE=_edge(row),
             HEADS=heads,
             TOKENS=tokens,
             ROWS=rows,
@@ -407,6 +417,9 @@ def _split_launches(
         _KERNEL_CONSTANTS,
         RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
         SUMS=_sums(row),
+        LATE_CLAMP=row.late_clamp,
+        EDGE=_edge(row),
+        VALUES_FIRST=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
         PROGRAMS=programs,
         HEADS=heads,
         ROWS=rows,

@@ -22,6 +22,17 @@ def typed(pointer, KIND: tl.constexpr):
 
 
 @triton.jit
+def uniform(x, AMD: tl.constexpr):
+    """An int32 that is the same in all lanes, said so: AMD's compiler takes the result of a reduction for one that lanes may differ in,
+    and loads from an address made of it once for every value that the lanes have.
+    """
+    if AMD:
+        return tl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [x], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return x
+
+
+@triton.jit
 def cast(x, KIND: tl.constexpr):
     if KIND == "float32":
         return x.to(tl.float32)

@@ -8,6 +8,7 @@ partial result per program, at most two a program, which `paged_attention_reduce
 import triton
 import triton.language as tl
 
+from .common import uniform
 from .query import load_query
 from .ranges import attend_range
 from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
@@ -91,9 +92,12 @@ def paged_attention_split(
     HEAD_PAD: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
     SUMS: tl.constexpr,
+    LATE_CLAMP: tl.constexpr,
+    VALUES_FIRST: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    EDGE: tl.constexpr,
     QUERY_KIND: tl.constexpr,
     STORED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -103,6 +107,7 @@ def paged_attention_split(
     QUANTIZED: tl.constexpr,
     SCALE_HEADS: tl.constexpr,
     WIDE: tl.constexpr,
+    AMD: tl.constexpr,
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
 ):
@@ -115,15 +120,15 @@ def paged_attention_split(
 
     seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
     ends = tl.cumsum(counts, 0)
-    total = tl.sum(counts, 0)
+    total = uniform(tl.sum(counts, 0), AMD)
     share = (total + PROGRAMS - 1) // PROGRAMS
     share_begin = part * share
     share_end = tl.minimum(share_begin + share, total)
     if share_begin >= share_end:
         return
-    first_seq = tl.sum((ends <= share_begin).to(tl.int32), 0)
-    last_seq = tl.sum((ends < share_end).to(tl.int32), 0)
-    seq_begin = tl.sum(tl.where(seqs < first_seq, counts, 0), 0)
+    first_seq = uniform(tl.sum((ends <= share_begin).to(tl.int32), 0), AMD)
+    last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), AMD)
+    seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), AMD)
 
     row_token, head, is_row = block_rows(kv_head, head_block % HEAD_TILES, GROUP, HEADS, SPLIT_TOKENS, ROWS)
     row = tl.arange(0, ROWS)
@@ -211,12 +216,16 @@ def paged_attention_split(
                 NUM_BLOCKS,
                 BLOCK_SIZE,
                 TILE,
+                EDGE,
                 STORED,
                 COMPUTE,
                 HARDWARE_FP8,
                 WIDE,
                 K_SIDE,
                 V_SIDE,
+                AMD,
+                LATE_CLAMP,
+                VALUES_FIRST,
             )
             if seg_hi - seg_lo == count:
                 token = query_start.to(tl.int64) + row_token

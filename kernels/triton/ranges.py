@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import attend_tile, block_ids
+from .tiles import attend_tile, block_ids, clamped, fetch_ids
 
 
 @triton.jit
@@ -47,17 +47,24 @@ def attend_range(
     NUM_BLOCKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    EDGE: tl.constexpr,
     STORED: tl.constexpr,
     COMPUTE: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     WIDE: tl.constexpr,
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
+    AMD: tl.constexpr = False,
+    LATE_CLAMP: tl.constexpr = False,
+    VALUES_FIRST: tl.constexpr = False,
 ):
     """Tiles [lo, hi): those in [full_lo, full_hi) in a pipelined loop, then the few at either edge with masks.
 
     HASTY: the edges are attended as if no key in them were NaN, which costs less than to see to it. NaN or infinities that come of it show
     in the accumulator, and the block is done again with care.
+    EDGE: keys of a masked tile, which divide a TILE.
+    LATE_CLAMP: the ids of a tile's blocks are clamped with the tile, not when they are fetched, where a pipelined loop would wait for them.
+    VALUES_FIRST: a tile's values are on their way while the scores are made.
     `pages`: descriptor of the cache, or None; `places`: `matrix_place` of the keys and of the values.
     """
     start_mass = mass
@@ -65,26 +72,42 @@ def attend_range(
     if SUMS > 0:
         # A sum over a whole tile crosses lanes; partial sums do not, and are added up once.
         mass = tl.where((tl.arange(0, SUMS) == 0)[None, :], mass[:, None], 0.0)
-    ids = block_ids(table_row, full_lo, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+    ids = fetch_ids(table_row, full_lo, table_width, BLOCK_SIZE, TILE)
+    if not LATE_CLAMP:
+        ids = clamped(ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
     for tile in tl.range(full_lo, full_hi):
         # The next tile's blocks are fetched a whole tile ahead: no load of keys waits for the block table.
-        next_ids = block_ids(table_row, tile + 1, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+        next_ids = fetch_ids(table_row, tile + 1, table_width, BLOCK_SIZE, TILE)
+        if LATE_CLAMP:
+            ids = clamped(ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
+        else:
+            next_ids = clamped(next_ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
         acc, mass, peak = attend_tile(
             acc, mass, peak, q, q_source, ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end, slope,
             bias_row, bias_row_ok, context, False, True, SUMS, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP,
             ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+            AMD, VALUES_FIRST,
         )  # fmt: skip
         ids = next_ids
     if SUMS > 0:
         mass = tl.sum(mass, 1)
-    left = full_lo - lo
-    for edge in tl.range(0, left + hi - full_hi, num_stages=1):
-        tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
-        ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+    if EDGE < TILE:
+        edge_lo, edge_hi = lo * (TILE // EDGE), hi * (TILE // EDGE)
+        left_hi, right_lo = full_lo * (TILE // EDGE), full_hi * (TILE // EDGE)
+        # Those that hold no key to be seen are left out.
+        edge_lo = tl.minimum(tl.maximum(edge_lo, key_begin // EDGE), left_hi)
+        edge_hi = tl.maximum(tl.minimum(edge_hi, (key_end + EDGE - 1) // EDGE), right_lo)
+    else:
+        edge_lo, edge_hi, left_hi, right_lo = lo, hi, full_lo, full_hi
+    left = left_hi - edge_lo
+    for edge in tl.range(0, left + edge_hi - right_lo, num_stages=1):
+        tile = tl.where(edge < left, edge_lo + edge, right_lo + edge - left)
+        edge_ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, EDGE, AMD)
         acc, mass, peak = attend_tile(
-            acc, mass, peak, q, q_source, ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end, slope,
+            acc, mass, peak, q, q_source, edge_ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end, slope,
             bias_row, bias_row_ok, context, True, not HASTY, 0, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP,
-            ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+            ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, EDGE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
+            AMD, VALUES_FIRST,
         )  # fmt: skip
     if HASTY:
         if tl.min(tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1), 0) == 0:
@@ -92,11 +115,11 @@ def attend_range(
             mass = start_mass
             peak = start_peak
             for tile in tl.range(lo, hi, num_stages=1):
-                ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE)
+                ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
                 acc, mass, peak = attend_tile(
                     acc, mass, peak, q, q_source, ids, tile, key_base, value_base, None, places, factor, position, key_begin, key_end,
                     slope, bias_row, bias_row_ok, context, True, True, 0, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW,
                     SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE,
-                    K_SIDE, V_SIDE,
+                    K_SIDE, V_SIDE, AMD, VALUES_FIRST,
                 )  # fmt: skip
     return acc, mass, peak

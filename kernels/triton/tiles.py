@@ -7,7 +7,7 @@ causal triangle, the window or the sequence are masked. Tiles outside are never 
 import triton
 import triton.language as tl
 
-from .common import axis_offsets, cast, to_compute, typed
+from .common import axis_offsets, cast, to_compute, typed, uniform
 from .query import reload_query
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -43,20 +43,34 @@ def tile_bounds(begin, end, full_begin, full_end, TILE: tl.constexpr):
 
 
 @triton.jit
-def block_ids(table_row, tile, table_width, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of a tile, or one block per key where a tile straddles pages. Unneeded ids may be anything: they are clamped."""
+def fetch_ids(table_row, tile, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block of a tile, or one block per key where a tile straddles pages. Unneeded ids may be anything: see `clamped`."""
     if BLOCK_SIZE % TILE == 0:
         page = tile // (BLOCK_SIZE // TILE)
     else:
         page = (tile * TILE + tl.arange(0, TILE)) // BLOCK_SIZE
-    ids = tl.load(table_row + page, mask=page < table_width, other=0)
+    return tl.load(table_row + page, mask=page < table_width, other=0)
+
+
+@triton.jit
+def clamped(ids, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, AMD: tl.constexpr):
+    """Ids of `fetch_ids` that address no memory but the cache's."""
     ids = tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
     if BLOCK_SIZE % TILE != 0:
         # A run of tokens never straddles a page, so layouts with tokens side by side still load 128 bits at a time. Said here, where the
         # ids are made: on a function's argument the hint is lost.
         RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
         ids = tl.max_constancy(ids, [RUN])
+    else:
+        ids = uniform(ids, AMD)
     return ids
+
+
+@triton.jit
+def block_ids(
+    table_row, tile, table_width, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, AMD: tl.constexpr = False
+):
+    return clamped(fetch_ids(table_row, tile, table_width, BLOCK_SIZE, TILE), NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
 
 
 @triton.jit
@@ -137,6 +151,46 @@ def load_tile(pointers, d_ok, n_ok, PAD: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_values(
+    value_base,
+    ids,
+    tile,
+    visible,
+    MASKED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+    V_SIDE: tl.constexpr,
+):
+    """[TILE, HEAD_PAD] stored values of a tile; MASKED: 0 for keys that are not `visible`."""
+    # Tokens side by side in memory: a mask along them would break 128-bit loads, so such a side is loaded whole and masked after.
+    BY_TOKEN: tl.constexpr = V_SIDE[6] > 1 or V_SIDE[4] == 1
+    d = tl.arange(0, HEAD_PAD)
+    v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
+    v_dim = dim_offsets(d, V_SIDE)
+    v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
+    v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], HEAD_PAD != HEAD_SIZE, MASKED and not BY_TOKEN)
+    if MASKED and BY_TOKEN:
+        v = tl.where(visible[:, None], v, 0)
+    return v
+
+
+@triton.jit
+def sees(visible, key, position, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """[rows, TILE] whether a row sees a key, [1, TILE] where all of them see the same; a bias left aside."""
+    keep = visible[None, :]
+    if CAUSAL:
+        keep = keep & (key[None, :] <= position[:, None])
+    if WINDOW > 0:
+        keep = keep & (position[:, None] - key[None, :] < WINDOW)
+        if not CAUSAL:
+            keep = keep & (key[None, :] - position[:, None] < WINDOW)
+    return keep
+
+
+@triton.jit
 def attend_tile(
     acc,
     mass,
@@ -179,6 +233,8 @@ def attend_tile(
     WIDE: tl.constexpr,
     K_SIDE: tl.constexpr,
     V_SIDE: tl.constexpr,
+    AMD: tl.constexpr = False,
+    VALUES_FIRST: tl.constexpr = False,
 ):
     """Adds one tile to the running (accumulator, mass, peak) of the rows; `q_source` is that of `reload_query`.
 
@@ -188,8 +244,6 @@ def attend_tile(
     """
     GUARDED: tl.constexpr = MASKED and CAREFUL
     PAD: tl.constexpr = HEAD_PAD != HEAD_SIZE
-    # Tokens side by side in memory: a mask along them would break 128-bit loads, so such a side is loaded whole and masked after.
-    V_BY_TOKEN: tl.constexpr = V_SIDE[6] > 1 or V_SIDE[4] == 1
     d = tl.arange(0, HEAD_PAD)
     key = tile * TILE + tl.arange(0, TILE)
     visible = (key >= key_begin) & (key < key_end)
@@ -210,6 +264,8 @@ def attend_tile(
             k_tile, k_token = token_offsets(ids, tile, K_SIDE, BLOCK_SIZE, TILE, WIDE)
             k_pointers = key_base + k_tile + (dim_offsets(d, K_SIDE)[:, None] + k_token[None, :])
             k = load_tile(k_pointers, d[:, None] < HEAD_SIZE, visible[None, :], PAD, GUARDED)
+        if VALUES_FIRST:
+            v = load_values(value_base, ids, tile, visible, MASKED, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WIDE, V_SIDE)
         s = tl.dot(q, to_compute(k, STORED, COMPUTE, HARDWARE_FP8), input_precision="ieee")
 
     PLAIN: tl.constexpr = SOFT_CAP == 0.0 and not ALIBI and BIAS_COLUMNS == 0
@@ -235,14 +291,7 @@ def attend_tile(
             bias = tl.load(bias_row[:, None] + column[None, :], mask=bias_ok, other=0.0)
             s = tl.where(bias == float("-inf"), bias, s + LOG2E * bias)  # a bias of -inf is a mask, also of a NaN key
         if MASKED:
-            keep = visible[None, :]
-            if CAUSAL:
-                keep = keep & (key[None, :] <= position[:, None])
-            if WINDOW > 0:
-                keep = keep & (position[:, None] - key[None, :] < WINDOW)
-                if not CAUSAL:
-                    keep = keep & (key[None, :] - position[:, None] < WINDOW)
-            s = tl.where(keep, s, float("-inf"))
+            s = tl.where(sees(visible, key, position, CAUSAL, WINDOW), s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         # A row that has seen no key yet has no peak: -inf - -inf would be NaN.
         floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -256,13 +305,8 @@ def attend_tile(
 
     if pages is not None and not MASKED:
         v = fetch_tile(pages, places[1], ids, tile, V_SIDE, BLOCK_SIZE, TILE)
-    else:
-        v_tile, v_token = token_offsets(ids, tile, V_SIDE, BLOCK_SIZE, TILE, WIDE)
-        v_dim = dim_offsets(d, V_SIDE)
-        v_pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
-        v = load_tile(v_pointers, d[None, :] < HEAD_SIZE, visible[:, None], PAD, MASKED and not V_BY_TOKEN)
-    if MASKED and V_BY_TOKEN:
-        v = tl.where(visible[:, None], v, 0)
+    elif not VALUES_FIRST or RELOAD_QUERY > 0:
+        v = load_values(value_base, ids, tile, visible, MASKED, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WIDE, V_SIDE)
     v = to_compute(v, STORED, COMPUTE, HARDWARE_FP8)
     if GUARDED and not SAME_KEYS:
         # A key that only some rows see may hold NaN or Inf: 0 * NaN must not reach the others. Rows that do see it get NaN, by way of a
@@ -272,8 +316,18 @@ def attend_tile(
         acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
         if tl.max(tl.max(spoilt.to(tl.int32), 1), 0) > 0:
             WIDE_KIND: tl.constexpr = "float32" if COMPUTE == "float32" else "bfloat16"
-            seen = cast(tl.where(s != float("-inf"), 1e38, 0.0), WIDE_KIND)
-            acc = tl.dot(seen, cast(tl.where(spoilt, 1e38, 0.0), WIDE_KIND), acc, input_precision="ieee")
+            if AMD and BIAS_COLUMNS == 0 and HEAD_PAD <= 256:
+                # Seldom needed, and made again from little: kept, scores and values would take registers from every tile. As in
+                # `reload_query`, no tile's number has 30 bits.
+                again = value_base + (tile >> 30) * HEAD_PAD
+                stored = load_values(again, ids, tile, visible, True, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WIDE, V_SIDE)
+                bad = ~(tl.abs(to_compute(stored, STORED, COMPUTE, HARDWARE_FP8).to(tl.float32)) < float("inf"))
+                seen = sees(visible, key, position, CAUSAL, WINDOW)
+            else:
+                bad = spoilt
+                seen = s != float("-inf")
+            seen = cast(tl.where(seen, 1e38, 0.0), WIDE_KIND)
+            acc = tl.dot(seen, cast(tl.where(bad, 1e38, 0.0), WIDE_KIND), acc, input_precision="ieee")
             acc = tl.where(tl.abs(acc) == float("inf"), float("nan"), acc)
     else:
         acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")

@@ -22,6 +22,8 @@ class TiledRow:
     `hasty`: masked tiles are attended without care for NaN, and once more with it where NaN shows.
     `sums`: partial sums of a row while it is under way, 0 for its one sum: as many as the matrix unit's layout has columns side by side,
     no sum then crosses lanes.
+    `late_clamp`: ids of blocks are clamped with their tile, not where they are fetched, a tile ahead: for pipelined loops on AMD.
+    `edge`: keys of a masked tile, 0 for those of any other: a smaller one leaves more registers for its masks.
     `descriptors`: tiles within a page of a cache that is a matrix, a token a row, come by the copy engine.
     `stage`: from this many query tokens times heads of a KV head on, pages that can't come so are copied first; 0 for never.
     """
@@ -34,6 +36,8 @@ class TiledRow:
     reload_query: int = 0
     hasty: bool = False
     sums: int = 0
+    late_clamp: bool = False
+    edge: int = 0
     descriptors: bool = False
     stage: int = 0
     measured: str | None = None
@@ -43,7 +47,8 @@ class TiledRow:
 class SplitRow:
     """Split kernel: `tile` keys at a time; `programs_per_cu` shares for each compute unit; at most `max_rows` rows.
 
-    `sums` as in `TiledRow`; `reduce_warps` are those of a program of the reduction.
+    `sums`, `late_clamp` and `edge` as in `TiledRow`; `values_first`: a tile's values are asked for before its scores are made, where no
+    pipeline does; `reduce_warps` are those of a program of the reduction.
     """
 
     tile: int
@@ -54,6 +59,9 @@ class SplitRow:
     options: Options = ()
     reload_query: int = 0
     sums: int = 0
+    late_clamp: bool = False
+    edge: int = 0
+    values_first: bool = False
     reduce_warps: int = 4
     measured: str | None = None
 
@@ -87,13 +95,13 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
     },
     "gfx942": {
         64: TiledRow(64, 64, 4, 1, WAVES_2),
-        128: TiledRow(128, 32, 4, 1),
+        128: TiledRow(128, 64, 4, 1, WAVES_2, edge=32),
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 16, 4, 1),
     },
     "gfx950": {
-        64: TiledRow(64, 64, 4, 2, WAVES_2),
-        128: TiledRow(64, 64, 4, 2),
+        64: TiledRow(64, 64, 4, 2, WAVES_2, late_clamp=True),
+        128: TiledRow(128, 64, 4, 2, edge=32, late_clamp=True),
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 32, 4, 1),
     },
@@ -131,8 +139,14 @@ SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "sm_90 fp8": {128: SplitRow(64, 2, 3, 4, 64, sums=16, reduce_warps=1, measured="H200: best of thirty at 64x8192, D 128")},
     "sm_80": {128: SplitRow(64, 4, 3, 2, 64), 256: SplitRow(32, 4, 2, 2, 64), 512: SplitRow(16, 4, 2, 1, 32)},
     "gfx90a": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
-    "gfx942": {128: SplitRow(64, 4, 1, 2), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
-    "gfx950": {128: SplitRow(64, 4, 2, 2), 256: SplitRow(32, 4, 2, 2), 512: SplitRow(32, 4, 1, 2, 32)},
+    "gfx942": {128: SplitRow(64, 2, 1, 4, edge=32, values_first=True), 256: SplitRow(32, 4, 1, 2), 512: SplitRow(16, 4, 1, 2, 32)},
+    "gfx942 fp8": {128: SplitRow(32, 1, 1, 8, edge=16, values_first=True)},
+    "gfx950": {
+        128: SplitRow(64, 2, 1, 4, edge=32, values_first=True),
+        256: SplitRow(32, 4, 2, 2, late_clamp=True),
+        512: SplitRow(32, 4, 1, 2, 32),
+    },
+    "gfx950 fp8": {128: SplitRow(64, 2, 2, 4, edge=32, late_clamp=True, values_first=True)},
     "gfx1100": {
         64: SplitRow(32, 4, 1, 4, 32),
         128: SplitRow(16, 8, 1, 4, 16, reload_query=64),
@@ -169,11 +183,12 @@ def row_for(tables: Mapping[str, Mapping[int, Row]], arch: str, head_pad: int, *
     return table[min(size for size in table if size >= head_pad)]
 
 
-def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, decoded: bool = False) -> Row:
+def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, crowded: bool = False, decoded: bool = False) -> Row:
     """The row for calls whose tiles need more registers than those that the tables are for.
 
     float32 has no matrix unit worth the name, and none at all on RDNA: its operands fill the registers. On AMD a bias between query tokens
-    takes a tile of pointers, and fp8 that is `decoded` with integers more of them than the widest heads leave.
+    takes a tile of pointers, `crowded` calls more registers than an option for two waves leaves, and fp8 that is `decoded` with integers
+    more of them than the widest heads leave.
     """
     if float32:
         most, waves = (16, 8) if arch.matrix == "wmma" else (32, 1)
@@ -185,6 +200,8 @@ def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, decod
         return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2), sums=0)
     if decoded and arch.vendor == "amd":
         row = replace(row, reload_query=min(row.reload_query or 256, 256), measured=None)
+    if (crowded or biased) and arch.vendor == "amd":
+        row = replace(row, options=(), measured=None)
     if biased and arch.vendor == "amd":
         return replace(row, tile=max(16, row.tile // 2), options=(), measured=None)  # nor does it leave room for two waves
     return row

@@ -1,0 +1,57 @@
+"""Masked tiles smaller than the others, values asked for before scores, and block ids clamped late, through Triton's interpreter."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from purepage.functional.testing import assert_close, random_batch
+from purepage.kernels.tuning.attention import SplitRow, TiledRow
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+attention = pytest.importorskip("test_triton_attention")
+
+BF16 = ml_dtypes.bfloat16
+LATER = {"edge": 8, "late_clamp": True}
+ROWS = {
+    "within a page": {"tiled": TiledRow(16, 16, 1, 1, **LATER), "split": SplitRow(16, 1, 1, 2, **LATER, values_first=True)},
+    "over pages": {"tiled": TiledRow(16, 32, 1, 1, **LATER), "split": SplitRow(32, 1, 1, 2, 16, **LATER, values_first=True)},
+}
+FEATURES = {
+    "causal": {},
+    "window": {"sliding_window": 21},
+    "soft cap and sinks": {"logits_soft_cap": 15.0, "sinks": [0.3, -1.0, 5.0, -np.inf]},
+    "ALiBi and window": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625], "sliding_window": 9},
+}
+LONG = {"max_query_len": 40, "max_seq_len": 100}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("content", ["packed", "shuffled"])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_small_edges_and_early_values_change_no_result(kind, content, rows, feature):
+    batch = random_batch(31, kind=kind, dtype=BF16, num_layers=2, **(LONG if kind == "mixed" else {"max_seq_len": 100}))
+    attention.check(batch, layer=1, content=content, rows=ROWS[rows], **FEATURES[feature])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_key_that_only_later_queries_see_spoils_them_alone_at_small_edges(rows, poison):
+    options = {"kind": "prefill", "dtype": BF16, "num_seqs": 2, "padding_seqs": 0, "share_prefixes": False, "max_query_len": 40}
+    batch = random_batch(23, **options)
+    length = int(batch.seq_lens[0])
+    first = length - length // 3
+    table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
+    batch.value_cache[:, table[0, first // size], first % size] = poison
+    out, _ = attention.attend(batch, rows=ROWS[rows])
+    expected, _ = random_batch(23, **options).reference()
+    spoilt = np.zeros(len(out), bool)
+    spoilt[first:length] = True
+    assert 0 < spoilt.sum() < length
+    assert not np.isfinite(out[spoilt].astype(np.float32)).any()
+    assert_close(out[~spoilt], expected[~spoilt], dtype=BF16)
