@@ -324,7 +324,6 @@ QUICK_ON_GPU = (
     "purepage triton",
     "purepage pallas",
     "AITER Triton",
-    "AITER Triton, K and V apart",
     "ejkernel Triton",
     "cuDNN paged (jax)",
     "torch SDPA",
