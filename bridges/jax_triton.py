@@ -15,14 +15,14 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..kernels.launch import Arg, Launch, Program, without_descriptors
+from ..kernels.launch import Arg, Descriptor, Launch, Program
 from . import launcher
 from .arch import Arch, default_arch
 from .callback import check_inputs
@@ -112,7 +112,6 @@ def _as_pointed(array: Array) -> Array:
 def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buffers: Mapping[str, Any]) -> None:
     module = _load()
     version = tuple(module.__version_info__)
-    launch = without_descriptors(launch)
     named = tuple(dict.fromkeys(arg for arg in launch.args if isinstance(arg, str)))
     operands = tuple(name for name in named if name in values)
     fresh = tuple(name for name in named if name not in values)
@@ -163,7 +162,7 @@ def _target() -> Any:
     return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wave)
 
 
-def _is_runtime_float(arg: Arg) -> bool:
+def _is_runtime_float(arg: Arg) -> TypeGuard[float]:
     """jax-triton 0.3 turns a 1.0 into the integer constant 1, so that one is written as a constant instead."""
     return isinstance(arg, float) and arg != 1.0
 
@@ -180,6 +179,8 @@ def wrapper_source(launch: Launch, operands: tuple[str, ...], fresh: tuple[str, 
     for name, arg in zip(runtime, launch.args, strict=True):
         if isinstance(arg, str):
             text = f"b_{arg}"
+        elif isinstance(arg, Descriptor):
+            text = "None"  # this way of launching passes none
         elif _is_runtime_float(arg):
             text = f"f_{len(floats)}"
             floats.append(text)
