@@ -47,7 +47,7 @@ def _heads_and_rows(shape: EncoderShape, row: TiledRow) -> tuple[int, int]:
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: TiledRow | None) -> TiledRow:
     """The override, or the tables' row, made smaller until it keeps the arch's limits."""
-    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad), arch, float32=shape.dtype == "float32")
+    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad, kind="encoder"), arch, float32=shape.dtype == "float32")
     while True:
         why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
         if why is None:
