@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..functional.errors import UnsupportedError
 from ..kernels.launch import Buffer, Descriptor, Launch, Program
-from ..kernels.triton.run import tensor_descriptor
+from ..kernels.triton.run import argument, tensor_descriptor
 
 _COMPILING = threading.Lock()
 _INTERPRETING = threading.Lock()  # Triton's interpreter keeps the program id in one global
@@ -84,28 +84,15 @@ def pointer_dtype(dtype: str) -> str:
 
 def interpret(program: Program, tensors: dict[str, Any]) -> None:
     """Runs the program on CPU tensors through Triton's interpreter."""
-    import torch
-
     refuse_unless_runnable(program, on_cpu=True)
-    buffers = dict((*program.inputs, *program.outputs, *program.scratch))
-    tensors = {
-        name: tensor if pointer_dtype(buffers[name].dtype) == buffers[name].dtype else tensor.view(torch.uint8)
-        for name, tensor in tensors.items()
-    }
     with _INTERPRETING:
         for launch in program.launches:
             if 0 in launch.grid:
                 continue
             kernel = resolve_kernel(launch.kernel)
             with describe_failure(program, launch):
-                args = bind(launch, kernel, [_interpreted(arg, tensors) for arg in launch.args])
+                args = bind(launch, kernel, [argument(arg, tensors) for arg in launch.args])
                 kernel[launch.grid](*args, num_warps=launch.num_warps, num_stages=launch.num_stages)
-
-
-def _interpreted(arg: Any, tensors: dict[str, Any]) -> Any:
-    if isinstance(arg, Descriptor):
-        return tensor_descriptor(tensors[arg.buffer].view(torch_dtype(arg.dtype)).view(arg.shape), arg)
-    return tensors[arg] if isinstance(arg, str) else arg
 
 
 @contextmanager

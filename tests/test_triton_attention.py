@@ -93,6 +93,24 @@ def check(batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, outp
     assert_close(lse, expected_lse, dtype=np.float32, compute_dtype=out.dtype, what="lse")
 
 
+def check_a_spoilt_key(poison, *, prepare=lambda batch: None, rows=None):
+    """A value of `poison` at one key of a prompt reaches the queries from there on, and no other; `prepare` changes the batch first."""
+    options = {"kind": "prefill", "dtype": BF16, "num_seqs": 2, "padding_seqs": 0, "share_prefixes": False, "max_query_len": 40}
+    batch = random_batch(23, **options)
+    prepare(batch)
+    length = int(batch.seq_lens[0])
+    first = length - length // 3
+    table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
+    batch.value_cache[:, table[0, first // size], first % size] = poison
+    out, _ = attend(batch, rows=rows)
+    expected, _ = random_batch(23, **options).reference()
+    spoilt = np.zeros(len(out), bool)
+    spoilt[first:length] = True
+    assert 0 < spoilt.sum() < length
+    assert not np.isfinite(out[spoilt].astype(np.float32)).any()
+    assert_close(out[~spoilt], expected[~spoilt], dtype=BF16)
+
+
 LAYOUTS = [(c, o) for c in ("packed", "xpacked", "xpacked_interleaved_v", "flash") for o in ("LBHNC", "LHBNC")]
 
 

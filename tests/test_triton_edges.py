@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from purepage.functional.testing import assert_close, random_batch
+from purepage.functional.testing import random_batch
 from purepage.kernels.tuning.attention import SplitRow, TiledRow
 
 pytest.importorskip("torch")
@@ -42,16 +42,4 @@ def test_small_edges_and_early_values_change_no_result(kind, content, rows, feat
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_key_that_only_later_queries_see_spoils_them_alone_at_small_edges(rows, poison):
-    options = {"kind": "prefill", "dtype": BF16, "num_seqs": 2, "padding_seqs": 0, "share_prefixes": False, "max_query_len": 40}
-    batch = random_batch(23, **options)
-    length = int(batch.seq_lens[0])
-    first = length - length // 3
-    table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
-    batch.value_cache[:, table[0, first // size], first % size] = poison
-    out, _ = attention.attend(batch, rows=ROWS[rows])
-    expected, _ = random_batch(23, **options).reference()
-    spoilt = np.zeros(len(out), bool)
-    spoilt[first:length] = True
-    assert 0 < spoilt.sum() < length
-    assert not np.isfinite(out[spoilt].astype(np.float32)).any()
-    assert_close(out[~spoilt], expected[~spoilt], dtype=BF16)
+    attention.check_a_spoilt_key(poison, rows=ROWS[rows])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from purepage import CacheSpec
-from purepage.functional.testing import assert_close, random_batch
+from purepage.functional.testing import random_batch
 from purepage.kernels.launch import Descriptor, without_descriptors
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
 from purepage.kernels.tuning.attention import SplitRow, TiledRow
@@ -83,21 +83,8 @@ def test_haste_and_descriptors_with_every_mask(monkeypatch, feature, unused):
 @pytest.mark.parametrize("row", ["pointers", "descriptors"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_key_that_only_later_queries_see_spoils_them_alone_also_in_haste(monkeypatch, row, poison):
-    options = {"kind": "prefill", "dtype": BF16, "num_seqs": 2, "padding_seqs": 0, "share_prefixes": False, "max_query_len": 40}
-    batch = random_batch(23, **options)
-    fill_unused(batch, 1.0)
-    length = int(batch.seq_lens[0])
-    first = length - length // 3
-    table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
-    batch.value_cache[:, table[0, first // size], first % size] = poison
     use_row(monkeypatch, ROWS[row])
-    out, _ = attention.attend(batch)
-    expected, _ = random_batch(23, **options).reference()
-    spoilt = np.zeros(len(out), bool)
-    spoilt[first:length] = True
-    assert 0 < spoilt.sum() < length
-    assert not np.isfinite(out[spoilt].astype(np.float32)).any()
-    assert_close(out[~spoilt], expected[~spoilt], dtype=BF16)
+    attention.check_a_spoilt_key(poison, prepare=lambda batch: fill_unused(batch, 1.0))
 
 
 def descriptor_of(*, content="packed", order="LBHNC", block_size=64, dtype=BF16, head_size=128, arch="sm_90", **changes):
