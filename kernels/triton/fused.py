@@ -7,16 +7,17 @@ the bits that separate calls do.
 import triton
 import triton.language as tl
 
-from .rotary import load_cos_sin, load_pairs, load_rest, rotate, store_pairs, store_rest
+from .rotary import head_rows, load_cos_sin, load_head, load_pairs, load_rest, rotate, store_turned
 from .slots import round_to, side_scale, slot_offsets, store_channels, to_stored
 from .tiles import side_base
-from .writers import write_rows
+from .writers import load_rows, write_rows
 
 
 @triton.jit
 def normed_head(
-    rows,
-    is_row,
+    first,
+    second,
+    rest,
     weight,
     NEOX: tl.constexpr,
     HALF: tl.constexpr,
@@ -27,12 +28,8 @@ def normed_head(
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """(first, second, rest) of one head, float32: as loaded, or, where there is a weight, round(x * rsqrt(mean(x^2) + EPS) * weight)."""
-    first, second = load_pairs(rows, is_row, NEOX, HALF, HALF_PAD)
-    if REST_PAD > 0:
-        rest = load_rest(rows, is_row, 2 * HALF, HEAD_SIZE, REST_PAD)
-    else:
-        rest = first
+    """(first, second, rest) of `load_head` as float32; where there is a weight, round(x * rsqrt(mean(x^2) + EPS) * weight)."""
+    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
     if weight is not None:
         squares = tl.sum(first * first + second * second, 1)
         if REST_PAD > 0:
@@ -41,10 +38,10 @@ def normed_head(
         weights = weight + tl.zeros([1], tl.int32)
         always = tl.full([1], True, tl.int1)
         first_weight, second_weight = load_pairs(weights, always, NEOX, HALF, HALF_PAD)
-        first = round_to(first * inverse * first_weight, KIND, INTERPRETED).to(tl.float32)
-        second = round_to(second * inverse * second_weight, KIND, INTERPRETED).to(tl.float32)
+        first = round_to(first * inverse * first_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
+        second = round_to(second * inverse * second_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
         if REST_PAD > 0:
-            rest = rest * inverse * load_rest(weights, always, 2 * HALF, HEAD_SIZE, REST_PAD)
+            rest = rest * inverse * load_rest(weights, always, 2 * HALF, HEAD_SIZE, REST_PAD).to(tl.float32)
     return first, second, rest
 
 
@@ -141,47 +138,56 @@ def rope_update_kernel(
     group = program % GROUPS
     token = program // GROUPS * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
-    long_token = token.to(tl.int64)
-    cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, SECTION, INTERLEAVED)
     if group < Q_GROUPS:
+        rows, ok = head_rows(query, token, group * HEADS, num_tokens, NUM_HEADS, Q_ROW, HEAD_SIZE)
+        ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
+        cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, SECTION, INTERLEAVED)
         for i in tl.static_range(HEADS):
             head = group * HEADS + i
-            ok = token < tl.where(head < NUM_HEADS, num_tokens, 0)
-            rows = query + long_token * Q_ROW + head * HEAD_SIZE
-            out = q_out + long_token * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE
+            first, second, rest = ahead
+            if i + 1 < HEADS:
+                rows, ok = head_rows(query, token, head + 1, num_tokens, NUM_HEADS, Q_ROW, HEAD_SIZE)
+                ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
             first, second, rest = normed_head(
-                rows, ok, q_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, Q_KIND, INTERPRETED
+                first, second, rest, q_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, Q_KIND, INTERPRETED
             )  # fmt: skip
             first, second = rotate(first, second, cos, sin, Q_KIND, INTERPRETED)
-            store_pairs(out, ok, first, second, NEOX, HALF, HALF_PAD)
-            if REST_PAD > 0:
-                store_rest(out, ok, round_to(rest, Q_KIND, INTERPRETED), 2 * HALF, HEAD_SIZE, REST_PAD)
+            to, is_row = head_rows(q_out, token, head, num_tokens, NUM_HEADS, NUM_HEADS * HEAD_SIZE, HEAD_SIZE)
+            rest = round_to(rest, Q_KIND, INTERPRETED)
+            store_turned(to, is_row, first, second, rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
     else:
+        # Names of their own: Triton joins what both branches name, and keys may have another dtype than queries.
+        k_head = (group - Q_GROUPS) * HEADS
+        k_rows, k_ok = head_rows(key + K_START, token, k_head, num_tokens, NUM_KV_HEADS, K_ROW, HEAD_SIZE)
+        k_ahead = load_head(k_rows, k_ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
+        v_ahead = load_rows(value + V_START, k_head, token, k_ok, K_ROW, HEAD_SIZE, HEAD_PAD)
         slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
-        offsets = slot_offsets(slot, BLOCK_SIZE, K_SIDE)
         layer_index = tl.load(layer)
+        k_cos, k_sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, SECTION, INTERLEAVED)
+        offsets = slot_offsets(slot, BLOCK_SIZE, K_SIDE)
         for i in tl.static_range(HEADS):
-            head = (group - Q_GROUPS) * HEADS + i
-            ok = token < tl.where(head < NUM_KV_HEADS, num_tokens, 0)
-            # Names of their own: Triton joins what both branches name, and keys may have another dtype than queries.
-            k_rows = key + long_token * K_ROW + (K_START + head * HEAD_SIZE)
-            k_to = k_out + long_token * (NUM_KV_HEADS * HEAD_SIZE) + head * HEAD_SIZE
-            k_first, k_second, k_rest = normed_head(
-                k_rows, ok, k_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, K_KIND, INTERPRETED
-            )  # fmt: skip
-            k_first, k_second = rotate(k_first, k_second, cos, sin, K_KIND, INTERPRETED)
-            store_pairs(k_to, ok, k_first, k_second, NEOX, HALF, HALF_PAD)
-            if REST_PAD > 0:
-                k_rest = round_to(k_rest, K_KIND, INTERPRETED)
-                store_rest(k_to, ok, k_rest, 2 * HALF, HEAD_SIZE, REST_PAD)
             # A group may end past the last head: whose scale and place are then head 0's, and nothing is stored.
-            real = tl.where(head < NUM_KV_HEADS, head, 0)
+            real = tl.where(k_head + i < NUM_KV_HEADS, k_head + i, 0)
+            k_first, k_second, k_rest = k_ahead
+            v_rows = v_ahead
+            if i + 1 < HEADS:
+                k_rows, k_ok = head_rows(key + K_START, token, k_head + i + 1, num_tokens, NUM_KV_HEADS, K_ROW, HEAD_SIZE)
+                k_ahead = load_head(k_rows, k_ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
+                v_ahead = load_rows(value + V_START, k_head + i + 1, token, k_ok, K_ROW, HEAD_SIZE, HEAD_PAD)
+            key_scale = side_scale(k_scale, layer_index, real, STORED, K_SCALE_HEADS)
+            value_scale = side_scale(v_scale, layer_index, real, STORED, V_SCALE_HEADS)
+            k_first, k_second, k_rest = normed_head(
+                k_first, k_second, k_rest, k_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, K_KIND, INTERPRETED
+            )  # fmt: skip
+            k_first, k_second = rotate(k_first, k_second, k_cos, k_sin, K_KIND, INTERPRETED)
+            k_rest = round_to(k_rest, K_KIND, INTERPRETED)
+            k_to, k_is_row = head_rows(k_out, token, k_head + i, num_tokens, NUM_KV_HEADS, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE)
+            store_turned(k_to, k_is_row, k_first, k_second, k_rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
             store_head(
-                side_base(cache, layer_index, real, K_SIDE, STORED), offsets, ok & (slot >= 0) & (slot < NUM_SLOTS),
-                side_scale(k_scale, layer_index, real, STORED, K_SCALE_HEADS), k_first, k_second, k_rest,
-                NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, STORED, HARDWARE_FP8, INTERPRETED, K_SIDE,
+                side_base(cache, layer_index, real, K_SIDE, STORED), offsets, k_is_row & (slot >= 0) & (slot < NUM_SLOTS), key_scale,
+                k_first, k_second, k_rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, STORED, HARDWARE_FP8, INTERPRETED, K_SIDE,
             )  # fmt: skip
             write_rows(
-                cache, value + V_START, v_scale, layer_index, real, token, slot, ok, K_ROW, HEAD_SIZE, HEAD_PAD,
-                NUM_SLOTS, BLOCK_SIZE, STORED, V_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, V_SIDE,
+                cache, v_rows, value_scale, layer_index, real, slot, k_is_row, HEAD_SIZE, HEAD_PAD,
+                NUM_SLOTS, BLOCK_SIZE, STORED, HARDWARE_FP8, INTERPRETED, V_SIDE,
             )  # fmt: skip

@@ -12,7 +12,7 @@ from .slots import round_to
 
 @triton.jit
 def load_pairs(rows, is_row, NEOX: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """First and second members of the pairs, float32; `rows` [tokens] are pointers to channel 0."""
+    """First and second members of the pairs, as stored; `rows` [tokens] are pointers to channel 0."""
     j = tl.arange(0, HALF_PAD)
     if NEOX:
         ok = is_row[:, None] & (j < HALF)[None, :]
@@ -22,14 +22,36 @@ def load_pairs(rows, is_row, NEOX: tl.constexpr, HALF: tl.constexpr, HALF_PAD: t
         i = tl.arange(0, 2 * HALF_PAD)
         both = tl.load(rows[:, None] + i[None, :], mask=is_row[:, None] & (i < 2 * HALF)[None, :], other=0.0)
         first, second = tl.split(tl.reshape(both, [both.shape[0], HALF_PAD, 2]))
-    return first.to(tl.float32), second.to(tl.float32)
+    return first, second
 
 
 @triton.jit
 def load_rest(rows, is_row, ROTARY: tl.constexpr, HEAD_SIZE: tl.constexpr, REST_PAD: tl.constexpr):
-    """Channels at or past rotary_dim, float32."""
+    """Channels at or past rotary_dim, as stored."""
     i = ROTARY + tl.arange(0, REST_PAD)
-    return tl.load(rows[:, None] + i[None, :], mask=is_row[:, None] & (i < HEAD_SIZE)[None, :], other=0.0).to(tl.float32)
+    return tl.load(rows[:, None] + i[None, :], mask=is_row[:, None] & (i < HEAD_SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def load_head(
+    rows,
+    is_row,
+    NEOX: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    REST_PAD: tl.constexpr,
+):
+    """(first, second, rest) of a head, as stored; rest means nothing where there is none.
+
+    The kernels load a head before they compute with the one before it: a load never waits behind a store.
+    """
+    first, second = load_pairs(rows, is_row, NEOX, HALF, HALF_PAD)
+    if REST_PAD > 0:
+        rest = load_rest(rows, is_row, 2 * HALF, HEAD_SIZE, REST_PAD)
+    else:
+        rest = first
+    return first, second, rest
 
 
 @triton.jit
@@ -103,30 +125,64 @@ def store_rest(rows, is_row, rest, ROTARY: tl.constexpr, HEAD_SIZE: tl.constexpr
 
 
 @triton.jit
-def rotate_head(
+def store_turned(
     out,
-    rows,
     is_row,
-    cos,
-    sin,
+    first,
+    second,
+    rest,
     NEOX: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     REST_PAD: tl.constexpr,
+):
+    """A head to `out` [tokens] (pointers), in the order in which `load_head` reads one."""
+    store_pairs(out, is_row, first, second, NEOX, HALF, HALF_PAD)
+    if REST_PAD > 0:
+        store_rest(out, is_row, rest, 2 * HALF, HEAD_SIZE, REST_PAD)
+
+
+@triton.jit
+def head_rows(base, token, head, num_tokens, HEADS: tl.constexpr, ROW: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """Pointers [tokens] to one of HEADS heads in rows of ROW elements, and which of them are of tokens and a head that exist."""
+    at = token.to(tl.int64) * ROW + head * HEAD_SIZE
+    return base + at, token < tl.where(head < HEADS, num_tokens, 0)
+
+
+@triton.jit
+def rotate_heads(
+    out,
+    base,
+    token,
+    head,
+    num_tokens,
+    positions,
+    cos_sin,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    NEOX: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    NUM_POSITIONS: tl.constexpr,
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One head without a norm, from `rows` [tokens] (pointers) to `out` [tokens]; returns what was stored: (first, second, rest)."""
-    first, second = load_pairs(rows, is_row, NEOX, HALF, HALF_PAD)
-    first, second = rotate(first, second, cos, sin, KIND, INTERPRETED)
-    store_pairs(out, is_row, first, second, NEOX, HALF, HALF_PAD)
-    if REST_PAD > 0:
-        rest = round_to(load_rest(rows, is_row, 2 * HALF, HEAD_SIZE, REST_PAD), KIND, INTERPRETED)
-        store_rest(out, is_row, rest, 2 * HALF, HEAD_SIZE, REST_PAD)
-    else:
-        rest = first
-    return first, second, rest
+    """COUNT heads from `head` on, without a norm."""
+    rows, ok = head_rows(base, token, head, num_tokens, HEADS, HEADS * HEAD_SIZE, HEAD_SIZE)
+    ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
+    is_token = token < num_tokens
+    cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, (), False)
+    for i in tl.static_range(COUNT):
+        first, second, rest = ahead
+        if i + 1 < COUNT:
+            rows, ok = head_rows(base, token, head + i + 1, num_tokens, HEADS, HEADS * HEAD_SIZE, HEAD_SIZE)
+            ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
+        first, second = rotate(first.to(tl.float32), second.to(tl.float32), cos, sin, KIND, INTERPRETED)
+        to, is_row = head_rows(out, token, head + i, num_tokens, HEADS, HEADS * HEAD_SIZE, HEAD_SIZE)
+        store_turned(to, is_row, first, second, rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
 
 
 @triton.jit
@@ -158,17 +214,13 @@ def rotary_kernel(
     program = tl.program_id(0)
     group = program % GROUPS
     token = program // GROUPS * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < num_tokens
-    cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, (), False)
     if group < Q_GROUPS:
-        for i in tl.static_range(HEADS):
-            head = group * HEADS + i
-            at = token.to(tl.int64) * (NUM_HEADS * HEAD_SIZE) + head * HEAD_SIZE
-            ok = token < tl.where(head < NUM_HEADS, num_tokens, 0)
-            rotate_head(q_out + at, query + at, ok, cos, sin, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, Q_KIND, INTERPRETED)
+        rotate_heads(
+            q_out, query, token, group * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_HEADS, HEAD_SIZE, NEOX, HALF, HALF_PAD, REST_PAD,
+            NUM_POSITIONS, Q_KIND, INTERPRETED,
+        )  # fmt: skip
     else:
-        for i in tl.static_range(HEADS):
-            head = (group - Q_GROUPS) * HEADS + i
-            at = token.to(tl.int64) * (NUM_KV_HEADS * HEAD_SIZE) + head * HEAD_SIZE
-            ok = token < tl.where(head < NUM_KV_HEADS, num_tokens, 0)
-            rotate_head(k_out + at, key + at, ok, cos, sin, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, K_KIND, INTERPRETED)
+        rotate_heads(
+            k_out, key, token, (group - Q_GROUPS) * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_KV_HEADS, HEAD_SIZE, NEOX, HALF,
+            HALF_PAD, REST_PAD, NUM_POSITIONS, K_KIND, INTERPRETED,
+        )  # fmt: skip

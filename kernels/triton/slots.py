@@ -20,50 +20,57 @@ def round_to(x, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def quantized(x, KIND: tl.constexpr, HARDWARE_FP8: tl.constexpr):
-    """float32 values as fp8 codes: clamped, to nearest even; NaN gives one code of each sign, the same on every target."""
+    """float32 values as fp8 codes, to nearest even; NaN gives one code of each sign, the same on every target.
+
+    HARDWARE_FP8: values must round into the kind's range, as those of `divided` do: whether a conversion saturates differs by target.
+    """
     if HARDWARE_FP8:
-        # Clamped first: whether a conversion saturates differs by target. Comparisons with NaN are false, so it passes.
-        LARGEST: tl.constexpr = 448.0 if KIND == "float8_e4m3fn" else (240.0 if KIND == "float8_e4m3fnuz" else 57344.0)
-        clamped = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
         if KIND == "float8_e4m3fn":
-            code = clamped.to(tl.float8e4nv)
+            code = x.to(tl.float8e4nv)
         elif KIND == "float8_e4m3fnuz":
-            code = clamped.to(tl.float8e4b8)
+            code = x.to(tl.float8e4b8)
         elif KIND == "float8_e5m2":
-            code = clamped.to(tl.float8e5)
+            code = x.to(tl.float8e5)
         else:
-            code = clamped.to(tl.float8e5b16)
+            code = x.to(tl.float8e5b16)
         code = code.to(tl.uint8, bitcast=True)
     else:
         code = float32_to_fp8(x, KIND)
-    if KIND == "float8_e4m3fn" or KIND == "float8_e5m2":
-        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
-        nan = sign | (0x7F if KIND == "float8_e4m3fn" else 0x7E)
-        return tl.where(x != x, nan.to(tl.uint8), code)
+    sign = ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
+    if KIND == "float8_e4m3fn" and HARDWARE_FP8:
+        return code | sign  # a number's code has it already
+    elif KIND == "float8_e4m3fn" or KIND == "float8_e5m2":
+        return tl.where(x != x, sign | (0x7F if KIND == "float8_e4m3fn" else 0x7E), code)
     else:
         return code
 
 
 @triton.jit
-def divided(x, scale, INTERPRETED: tl.constexpr):
-    """x / scale, float32, as an IEEE division rounds it, at four instructions a value; quotients below float32's normal range may differ in
-    their last bits, which no fp8 kind keeps.
+def clamp(x, bound):
+    """x in [-bound, bound]; NaN stays NaN."""
+    return tl.clamp(x, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def divided(x, scale, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+    """x / scale, float32, as an IEEE division rounds it and `clamp` bounds it, at five instructions a value; quotients below float32's
+    normal range may differ in their last bits, which no fp8 kind keeps, and those at the bound by one bit, which rounding takes off.
 
     The reciprocal is rounded once for all values; one step of Newton's with an exact remainder rounds the quotient (Markstein, 1990).
     """
+    LARGEST: tl.constexpr = 448.0 if KIND == "float8_e4m3fn" else (240.0 if KIND == "float8_e4m3fnuz" else 57344.0)
     if INTERPRETED:  # its fma rounds twice
-        return tl.div_rn(x, scale)
+        return clamp(tl.div_rn(x, scale), LARGEST)
     else:
-        size = tl.abs(scale)
-        if (size > 1e-36) & (size < 1e36):
+        if (scale > 1e-30) & (scale < 1e30):
             inverse = tl.div_rn(1.0, scale)
+            x = clamp(x, LARGEST * scale)  # there is no remainder of infinities
             quotient = x * inverse
-            rest = tl.fma(-quotient, tl.zeros_like(x) + scale, x)
-            better = tl.fma(rest, tl.zeros_like(x) + inverse, quotient)
-            # Nothing is left of an exact quotient, whose zero has a sign; nothing sensible of an infinite one.
-            result = tl.where((tl.abs(rest) > 0) & (tl.abs(rest) < float("inf")), better, quotient)
+            # Quotient times scale less x, not the other way round: so a zero keeps its sign. (A minus sign would be 0 - x, which has none.)
+            excess = tl.fma(quotient, tl.zeros_like(x) + scale, x * -1.0)
+            result = tl.fma(excess, tl.zeros_like(x) + inverse * -1.0, quotient)
         else:
-            result = tl.div_rn(x, tl.zeros_like(x) + scale)
+            result = clamp(tl.div_rn(x, tl.zeros_like(x) + scale), LARGEST)
         return result
 
 
@@ -83,7 +90,7 @@ def to_stored(x, scale, STORED: tl.constexpr, HARDWARE_FP8: tl.constexpr, INTERP
         else:
             return round_to(x.to(tl.float32), STORED, INTERPRETED)
     else:
-        return quantized(divided(x.to(tl.float32), scale, INTERPRETED), STORED, HARDWARE_FP8)
+        return quantized(divided(x.to(tl.float32), scale, STORED, INTERPRETED), STORED, HARDWARE_FP8)
 
 
 @triton.jit

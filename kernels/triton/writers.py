@@ -8,34 +8,36 @@ from .tiles import side_base
 
 
 @triton.jit
+def load_rows(rows, head, token, is_token, ROW: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """One head of a block of tokens; `rows` points at [tokens, ROW] with the head at head * HEAD_SIZE."""
+    d = tl.arange(0, HEAD_PAD)
+    source = rows + head * HEAD_SIZE + token.to(tl.int64)[:, None] * ROW + d[None, :]
+    return tl.load(source, mask=is_token[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
+
+
+@triton.jit
 def write_rows(
     cache,
-    rows,
-    scales,
+    values,
+    scale,
     layer,
     head,
-    token,
     slot,
     is_token,
-    ROW: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STORED: tl.constexpr,
-    SCALE_HEADS: tl.constexpr,
     HARDWARE_FP8: tl.constexpr,
     INTERPRETED: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """One side of one head of a block of tokens; `rows` points at [tokens, ROW] with the head at head * HEAD_SIZE."""
+    """One side of one head of a block of tokens into its slots."""
     d = tl.arange(0, HEAD_PAD)
-    d_ok = d < HEAD_SIZE
     ok = is_token & (slot >= 0) & (slot < NUM_SLOTS)
-    source = rows + head * HEAD_SIZE + token.to(tl.int64)[:, None] * ROW + d[None, :]
-    values = tl.load(source, mask=ok[:, None] & d_ok[None, :], other=0.0)
-    codes = to_stored(values, side_scale(scales, layer, head, STORED, SCALE_HEADS), STORED, HARDWARE_FP8, INTERPRETED)
-    store_channels(side_base(cache, layer, head, SIDE, STORED), slot_offsets(slot, BLOCK_SIZE, SIDE), d, codes, ok, d_ok, SIDE)
+    codes = to_stored(values, scale, STORED, HARDWARE_FP8, INTERPRETED)
+    store_channels(side_base(cache, layer, head, SIDE, STORED), slot_offsets(slot, BLOCK_SIZE, SIDE), d, codes, ok, d < HEAD_SIZE, SIDE)
 
 
 @triton.jit
@@ -67,13 +69,18 @@ def update_cache_kernel(
     head = program % NUM_KV_HEADS
     token = program // NUM_KV_HEADS * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
+    # Every load before the first use of one: a program is too short to wait more than once.
     slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
     layer_index = tl.load(layer)
+    key_rows = load_rows(key, head, token, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD)
+    value_rows = load_rows(value, head, token, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD)
+    key_scale = side_scale(k_scale, layer_index, head, STORED, K_SCALE_HEADS)
+    value_scale = side_scale(v_scale, layer_index, head, STORED, V_SCALE_HEADS)
     write_rows(
-        cache, key, k_scale, layer_index, head, token, slot, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD,
-        NUM_SLOTS, BLOCK_SIZE, STORED, K_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, K_SIDE,
+        cache, key_rows, key_scale, layer_index, head, slot, is_token, HEAD_SIZE, HEAD_PAD,
+        NUM_SLOTS, BLOCK_SIZE, STORED, HARDWARE_FP8, INTERPRETED, K_SIDE,
     )  # fmt: skip
     write_rows(
-        cache, value, v_scale, layer_index, head, token, slot, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD,
-        NUM_SLOTS, BLOCK_SIZE, STORED, V_SCALE_HEADS, HARDWARE_FP8, INTERPRETED, V_SIDE,
+        cache, value_rows, value_scale, layer_index, head, slot, is_token, HEAD_SIZE, HEAD_PAD,
+        NUM_SLOTS, BLOCK_SIZE, STORED, HARDWARE_FP8, INTERPRETED, V_SIDE,
     )  # fmt: skip
