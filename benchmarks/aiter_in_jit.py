@@ -171,7 +171,7 @@ def attention_row(inputs: Any, expected: Any, whole: Any, build: Any) -> Row:
 
     from benchmarks.inputs import relative_error
     from benchmarks.measure import TOLERANCE, _chained, timed_row
-    from benchmarks.timing import time_jax
+    from benchmarks.timing import rough_seconds, time_jax
 
     prepared, (rows, wanted) = build(inputs), expected
     arguments = inputs.query, inputs.metadata.seq_lens, prepared.operands
@@ -185,9 +185,7 @@ def attention_row(inputs: Any, expected: Any, whole: Any, build: Any) -> Row:
     if not all(error <= limit for error in errors):
         return {**row, "status": "wrong", "reason": f"relative errors {', '.join(f'{e:.1e}' for e in errors)} > {limit:.0e}: not timed"}
     may_record, before = recordable(prepared.call, *arguments), torch_allocations()
-    begin = time.perf_counter()
-    jax.block_until_ready(once(*arguments))
-    timed = time_jax(*_chained(prepared, inputs), about=time.perf_counter() - begin)
+    timed = time_jax(*_chained(prepared, inputs), about=rough_seconds(lambda: once(*arguments)))
     row |= {"status": "ok", **timed_row(timed, flops=inputs.case.flops, nbytes=inputs.case.min_bytes)}
     row["torch_allocations"] = torch_allocations() - before
     if may_record and row["torch_allocations"]:

@@ -16,7 +16,7 @@ import purepage as pp
 from benchmarks.cases import Case, WriterCase
 from benchmarks.inputs import Inputs, expected_rows, make_inputs, relative_error
 from benchmarks.peers import JaxCall, TorchCall, Unavailable
-from benchmarks.timing import Timed, on_gpu, time_jax, time_torch
+from benchmarks.timing import Timed, on_gpu, rough_seconds, time_jax, time_torch
 
 TOLERANCE = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 1e-2}
 """Largest relative error of a contender that is timed; bfloat16 weights alone give 2e-3."""
@@ -95,9 +95,8 @@ def _one_attention(inputs: Inputs, expected: tuple[list[int], np.ndarray], build
     if not error <= TOLERANCE[case.dtype]:
         return {**row, "status": "wrong", "reason": f"relative error {error:.1e} > {TOLERANCE[case.dtype]:.0e}: not timed"}
     if isinstance(prepared, JaxCall):
-        begin = time.perf_counter()
-        jax.block_until_ready(once(inputs.query, inputs.metadata.seq_lens, prepared.operands))
-        timed = time_jax(*_chained(prepared, inputs), about=time.perf_counter() - begin)
+        about = rough_seconds(lambda: once(inputs.query, inputs.metadata.seq_lens, prepared.operands))
+        timed = time_jax(*_chained(prepared, inputs), about=about)
     else:
         timed = time_torch(prepared.call)
     return {**row, "status": "ok", **timed_row(timed, flops=case.flops, nbytes=case.min_bytes)}

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,14 +83,18 @@ def unrolled(query: Any, cache: pp.KVCache, rest: Row, implementation: str) -> t
     return query, cache
 
 
-def scanned(query: Any, cache: pp.KVCache, rest: Row, implementation: str) -> tuple[Any, pp.KVCache]:
+def scanned(query: Any, cache: pp.KVCache, rest: Row, implementation: str, *, together: int = 1) -> tuple[Any, pp.KVCache]:
+    """`together` layers an iteration of the loop."""
+
     def body(state: Any, layer: Any) -> Any:
         return one_layer(*state, rest, layer, implementation), None
 
-    return jax.lax.scan(body, (query, cache), jnp.arange(cache.spec.num_layers, dtype=jnp.int32))[0]
+    layers = jnp.arange(cache.spec.num_layers, dtype=jnp.int32)
+    return jax.lax.scan(body, (query, cache), layers, unroll=together)[0]
 
 
-FORMS = {"unrolled": unrolled, "scan": scanned}
+FORMS = {"unrolled": unrolled, "scan": scanned, "scan of 4 layers": partial(scanned, together=4)}
+"""XLA records a loop's body that has five commands (`--xla_gpu_graph_min_graph_size`): one layer has fewer, four have more."""
 
 
 def step_rows(

@@ -19,7 +19,8 @@ BATCHES = 5
 BATCH_S = {"gpu": 0.06, "cpu": 0.4}
 """Seconds that one batch of a median should take; on a GPU so long that starting it and waiting for its end are less than 1 % of it."""
 CHAIN_S = 0.002
-LONGEST_CHAIN, SHORTEST_CHAIN = 16, 6
+"""Seconds that one program of chained calls should take on a GPU: starting it is then little of it."""
+LONGEST_CHAIN, SHORTEST_CHAIN = 64, 6
 """XLA records no command buffer for fewer than five commands."""
 
 
@@ -43,6 +44,11 @@ def on_gpu() -> bool:
     return jax.default_backend() != "cpu"
 
 
+def chain_of(about: float) -> int:
+    """Calls of one program, where a call takes about so many seconds."""
+    return max(SHORTEST_CHAIN, min(LONGEST_CHAIN, round(CHAIN_S / max(about, 1e-7))))
+
+
 def batches(run: Callable[[int], float], once: float, per_run: int) -> dict[str, Any]:
     """The times of `Timed`; `run(n)` takes n runs and returns seconds, one run is `per_run` calls."""
     count = max(1, min(200, round(BATCH_S["gpu" if on_gpu() else "cpu"] / max(once, 1e-7))))
@@ -64,7 +70,7 @@ def time_jax(
       donate: give the state's buffers away, as an update of a cache does.
     """
     if chain is None:
-        chain = 1 if not on_gpu() else SHORTEST_CHAIN if about * SHORTEST_CHAIN > CHAIN_S else LONGEST_CHAIN
+        chain = chain_of(about) if on_gpu() else 1
 
     def program(state: Any, operands: Any) -> Any:
         for i in range(chain):
@@ -95,6 +101,15 @@ def time_jax(
     with counted_python() as python_calls:
         times = batches(run, min(once, run(2) / 2), chain)
     return Timed(**times, how=f"jit, chain of {chain}", compile_s=compile_s, python_calls=python_calls[0])
+
+
+def rough_seconds(call: Callable[[], Any]) -> float:
+    """Seconds of one call of several in a row, for `about`; means nothing on a CPU, where nothing is chained."""
+    if not on_gpu():
+        return 0.0
+    begin = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(SHORTEST_CHAIN)])
+    return (time.perf_counter() - begin) / SHORTEST_CHAIN
 
 
 @contextmanager
@@ -143,9 +158,10 @@ def time_torch(call: Callable[[], Any]) -> Timed:
             call()
         stream.synchronize()
         begin = time.perf_counter()
-        call()
+        for _ in range(SHORTEST_CHAIN):
+            call()
         stream.synchronize()
-        chain = LONGEST_CHAIN if (time.perf_counter() - begin) * SHORTEST_CHAIN < CHAIN_S else SHORTEST_CHAIN
+        chain = chain_of((time.perf_counter() - begin) / SHORTEST_CHAIN)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(chain):
