@@ -23,7 +23,7 @@ import torch
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.launch import Descriptor
 from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
-from purepage.kernels.triton.run import empty_tensor, kernel_of, launch_torch, tensor_descriptor
+from purepage.kernels.triton.run import compile_options, empty_tensor, kernel_of, launch_torch, tensor_descriptor
 from purepage.kernels.tuning.attention import SplitRow, TiledRow
 
 
@@ -321,6 +321,8 @@ def variants(case: Case, quick: bool):
 
 def compile_only(job: tuple[Case, dict, str, int]) -> str | None:
     """Fills Triton's disk cache, in a process of its own."""
+    from triton.runtime import driver
+
     case, rows, arch, cus = job
     try:
         program = plan_paged_attention(case.shape(), arch, num_cus=cus, **rows)
@@ -336,7 +338,9 @@ def compile_only(job: tuple[Case, dict, str, int]) -> str | None:
                 args.append(arg)
             kernel = kernel_of(launch)
             names = dict(zip(kernel.arg_names, args, strict=False))
-            kernel.warmup(grid=launch.grid, **names, **dict(launch.constants), num_warps=launch.num_warps, num_stages=launch.num_stages)
+            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            options |= compile_options(launch, driver.active.get_current_target())
+            kernel.warmup(grid=launch.grid, **names, **dict(launch.constants), **options)
     except Exception as error:  # reported, and met again where it is run
         return f"{case.name} {rows}: {type(error).__name__}: {str(error)[:200]}"
     return None

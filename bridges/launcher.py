@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..functional.errors import UnsupportedError
 from ..kernels.launch import Buffer, Descriptor, Launch, Program
-from ..kernels.triton.run import argument, tensor_descriptor
+from ..kernels.triton.run import argument, compile_options, tensor_descriptor
 
 _COMPILING = threading.Lock()
 _INTERPRETING = threading.Lock()  # Triton's interpreter keeps the program id in one global
@@ -226,18 +226,6 @@ def _mock(arg: Any, buffers: dict[str, Buffer], index: dict[str, int], aligned: 
     if isinstance(arg, str):
         return _Pointer(torch_dtype(pointer_dtype(buffers[arg].dtype)), _nbytes(buffers[arg]), aligned[index[arg]])
     return arg
-
-
-def compile_options(launch: Launch, target: Any) -> dict[str, Any]:
-    """The launch's options that the backend of a `GPUTarget` has; those for another vendor are dropped.
-
-    Whether a product and a sum may fuse is always said, so that two ways of compiling a kernel give the same bits: Triton's own default
-    changes in 3.10.
-    """
-    from triton.compiler.compiler import make_backend
-
-    known = vars(make_backend(target).parse_options({"enable_fp_fusion": True}))
-    return {"enable_fp_fusion": True} | {name: value for name, value in launch.options if name in known}
 
 
 def _nbytes(buffer: Buffer) -> int:

@@ -204,9 +204,8 @@ def compile_job(job: Job) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.compiler.compiler import make_backend
 
-    from .triton.run import kernel_of
+    from .triton.run import compile_options, kernel_of
 
     kernel, buffers, constants = kernel_of(job.launch), dict(job.buffers), dict(job.launch.constants)
     given = iter(job.launch.args)
@@ -223,13 +222,10 @@ def compile_job(job: Job) -> Any:
         elif isinstance(value, int) and value % 16 == 0:
             attrs[(place,)] = [["tt.divisibility", 16]]
     target = GPUTarget("hip", job.arch, arch_facts(job.arch).wave_size)
-    known = vars(make_backend(target).parse_options({}))
-    # Said always, as the launchers do: Triton's own default changes in 3.10.
-    options = {"enable_fp_fusion": True} | {name: value for name, value in job.launch.options if name in known}
     return triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs),
         target=target,
-        options={**options, "num_warps": job.launch.num_warps, "num_stages": job.launch.num_stages},
+        options={**compile_options(job.launch, target), "num_warps": job.launch.num_warps, "num_stages": job.launch.num_stages},
     )
 
 

@@ -259,11 +259,11 @@ def _pages(shape: PagedAttentionShape, row: TiledRow) -> Descriptor | None:
     return Descriptor("cache", shape.cache.dtype.name, (rows, pitch), (row.tile, shape.head_pad)) if rows < 2**31 else None
 
 
-def _sums(row: TiledRow | SplitRow) -> int:
+def sums_of(row: TiledRow | SplitRow) -> int:
     return row.sums if row.sums and row.tile % row.sums == 0 else 0
 
 
-def _edge(row: TiledRow | SplitRow) -> int:
+def edge_of(row: TiledRow | SplitRow) -> int:
     return min(row.edge or row.tile, row.tile)
 
 
@@ -383,9 +383,9 @@ def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, 
             RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
             HASTY=row.hasty,
             SIGNED=common["SIGNED"],
-            SUMS=_sums(row),
+            SUMS=sums_of(row),
             LATE_CLAMP=row.late_clamp,
-            EDGE=_edge(row),
+            EDGE=edge_of(row),
             HEADS=heads,
             TOKENS=tokens,
             ROWS=rows,
@@ -417,9 +417,9 @@ def _split_launches(
         common,
         _KERNEL_CONSTANTS,
         RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
-        SUMS=_sums(row),
+        SUMS=sums_of(row),
         LATE_CLAMP=row.late_clamp,
-        EDGE=_edge(row),
+        EDGE=edge_of(row),
         VALUES_FIRST=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
         PROGRAMS=programs,
         HEADS=heads,

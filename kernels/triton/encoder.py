@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from .common import uniform
 from .query import load_query
+from .ranges import attend_range
 from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
-from .tiles import attend_tile, key_bounds, tile_bounds
+from .tiles import key_bounds, tile_bounds
 
 
 @triton.jit
@@ -32,9 +34,12 @@ def encoder_attention_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
+    SUMS: tl.constexpr,
     TILE: tl.constexpr,
+    EDGE: tl.constexpr,
     KIND: tl.constexpr,
     COMPUTE: tl.constexpr,
+    AMD: tl.constexpr,
 ):
     """Grid: row blocks x KV heads x tiles of their query heads. Sequence s owns the row blocks from query_start_loc[s] // TOKENS + s on."""
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -59,7 +64,7 @@ def encoder_attention_kernel(
         return
     seqs = tl.arange(0, SEQS_PAD)
     starts = tl.load(query_start_loc + seqs, mask=seqs < num_seqs, other=0)
-    seq = tl.sum(((starts // TOKENS + seqs <= block) & (seqs < num_seqs)).to(tl.int32), 0) - 1
+    seq = uniform(tl.sum(((starts // TOKENS + seqs <= block) & (seqs < num_seqs)).to(tl.int32), 0) - 1, AMD)
     start = tl.load(query_start_loc + seq)
     length = tl.load(query_start_loc + seq + 1) - start
     first = (block - (start // TOKENS + seq)) * TOKENS
@@ -81,19 +86,54 @@ def encoder_attention_kernel(
     SAME_KEYS: tl.constexpr = TOKENS == 1 or (not CAUSAL and WINDOW == 0)
     key_begin, key_end, full_begin, full_end = key_bounds(first, first + count - 1, length, CAUSAL, WINDOW)
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
-    for tile in tl.range(full_lo, full_hi):
-        acc, mass, peak = attend_tile(
-            acc, mass, peak, q, source, tl.cast(tile, tl.int64), tile, key + base, value + base,
-            None, (0, 0), factor, position, key_begin, key_end, None, None, ok, 0, False, True, 0, SAME_KEYS, RELOAD_QUERY, KIND, False,
-            CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE, KIND, COMPUTE, False, False, SIDE, SIDE,
-        )  # fmt: skip
-    left = full_lo - lo
-    for edge in tl.range(0, left + hi - full_hi, num_stages=1):
-        tile = tl.where(edge < left, lo + edge, full_hi + edge - left)
-        acc, mass, peak = attend_tile(
-            acc, mass, peak, q, source, tile, tile, key + base, value + base,
-            None, (0, 0), factor, position, key_begin, key_end, None, None, ok, 0, True, True, 0, SAME_KEYS, RELOAD_QUERY, KIND, False,
-            CAUSAL, WINDOW, SOFT_CAP, False, 0, HEAD_SIZE, HEAD_PAD, TILE, TILE, KIND, COMPUTE, False, False, SIDE, SIDE,
-        )  # fmt: skip
+    acc, mass, peak = attend_range(
+        acc,
+        mass,
+        peak,
+        q,
+        source,
+        factor,
+        lo,
+        hi,
+        full_lo,
+        full_hi,
+        None,
+        0,
+        key + base,
+        value + base,
+        None,
+        (0, 0),
+        position,
+        key_begin,
+        key_end,
+        None,
+        None,
+        ok,
+        0,
+        False,  # in haste it would read past the last key
+        SUMS,
+        SAME_KEYS,
+        RELOAD_QUERY,
+        KIND,
+        False,
+        CAUSAL,
+        WINDOW,
+        SOFT_CAP,
+        False,
+        0,
+        HEAD_SIZE,
+        HEAD_PAD,
+        0,
+        TILE,
+        TILE,
+        EDGE,
+        KIND,
+        COMPUTE,
+        False,
+        False,
+        SIDE,
+        SIDE,
+        AMD,
+    )
     token = (start + first).to(tl.int64) + row_token
     store_rows(out, None, token, head, ok, acc, mass, peak, 1.0, None, NUM_HEADS, HEAD_SIZE, HEAD_PAD, KIND)

@@ -7,7 +7,7 @@ from ...functional.errors import UnsupportedError, bad_value
 from ..launch import Buffer, Launch, Program
 from ..tuning.archs import Arch, arch_facts, over_limits
 from ..tuning.attention import TILED, TiledRow, narrowed, row_for, smaller
-from .attention_plan import PagedAttentionShape, ceil_div, channels_at_a_time, next_power_of_two, shared_bytes
+from .attention_plan import PagedAttentionShape, ceil_div, channels_at_a_time, edge_of, next_power_of_two, shared_bytes, sums_of
 
 ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention_kernel"
 
@@ -47,7 +47,7 @@ def _heads_and_rows(shape: EncoderShape, row: TiledRow) -> tuple[int, int]:
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: TiledRow | None) -> TiledRow:
     """The override, or the tables' row, made smaller until it keeps the arch's limits."""
-    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad, kind="encoder"), arch, float32=shape.dtype == "float32")
+    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad), arch, float32=shape.dtype == "float32")
     while True:
         why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
         if why is None:
@@ -96,7 +96,8 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
       ValueError: the override passes a limit of the arch.
       UnsupportedError: nothing is tuned for the arch, or no tile fits it.
     """
-    row = _fitting_row(shape, arch_facts(arch), tiled)
+    facts = arch_facts(arch)
+    row = _fitting_row(shape, facts, tiled)
     heads, rows = _heads_and_rows(shape, row)
     tokens = rows // heads
     states = Buffer((shape.num_tokens, shape.num_heads, shape.head_size), shape.dtype)
@@ -128,9 +129,12 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
             ("HEAD_SIZE", shape.head_size),
             ("HEAD_PAD", shape.head_pad),
             ("RELOAD_QUERY", channels_at_a_time(shape.head_pad, row)),
+            ("SUMS", sums_of(row)),
             ("TILE", row.tile),
+            ("EDGE", edge_of(row)),
             ("KIND", shape.dtype),
             ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers
+            ("AMD", facts.vendor == "amd"),
         ),
         num_warps=row.num_warps,
         num_stages=row.num_stages,

@@ -44,13 +44,25 @@ def argument(arg: Arg, tensors: Mapping[str, Any]) -> Any:
     return value.view(torch.uint8) if isinstance(value, torch.Tensor) and value.dtype.itemsize == 1 else value
 
 
+def compile_options(launch: Launch, target: Any) -> dict[str, Any]:
+    """The launch's options that the backend of a `GPUTarget` has; those for another vendor are dropped.
+
+    Whether a product and a sum may fuse is always said, so that two ways of compiling a kernel give the same bits: Triton's own default
+    changes in 3.10.
+    """
+    from triton.compiler.compiler import make_backend
+
+    known = vars(make_backend(target).parse_options({"enable_fp_fusion": True}))
+    return {"enable_fp_fusion": True} | {name: value for name, value in launch.options if name in known}
+
+
 def launch_torch(launch: Launch, tensors: Mapping[str, Any], *, interpreted: bool = False) -> None:
     """One launch."""
-    import torch
+    from triton.runtime import driver
 
     args = [argument(arg, tensors) for arg in launch.args]
     kernel = kernel_of(launch)
-    options = {} if interpreted or torch.version.hip is None else dict(launch.options)
+    options = {} if interpreted else compile_options(launch, driver.active.get_current_target())
     names = dict(zip(kernel.arg_names, args, strict=False))
     kernel[launch.grid](**names, **dict(launch.constants), num_warps=launch.num_warps, num_stages=launch.num_stages, **options)
 

@@ -44,24 +44,31 @@ def tile_bounds(begin, end, full_begin, full_end, TILE: tl.constexpr):
 
 @triton.jit
 def fetch_ids(table_row, tile, table_width, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block of a tile, or one block per key where a tile straddles pages. Unneeded ids may be anything: see `clamped`."""
+    """The block of a tile, or one block per key where a tile straddles pages. Unneeded ids may be anything: see `clamped`.
+
+    Without a table blocks lie one after another.
+    """
     if BLOCK_SIZE % TILE == 0:
         page = tile // (BLOCK_SIZE // TILE)
     else:
         page = (tile * TILE + tl.arange(0, TILE)) // BLOCK_SIZE
-    return tl.load(table_row + page, mask=page < table_width, other=0)
+    if table_row is None:
+        return page
+    else:
+        return tl.load(table_row + page, mask=page < table_width, other=0)
 
 
 @triton.jit
 def clamped(ids, NUM_BLOCKS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, AMD: tl.constexpr):
-    """Ids of `fetch_ids` that address no memory but the cache's."""
-    ids = tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
+    """Ids of `fetch_ids` that address no memory but the cache's; NUM_BLOCKS is 0 without a table: ids are right then."""
+    if NUM_BLOCKS > 0:
+        ids = tl.minimum(tl.maximum(ids, 0), NUM_BLOCKS - 1)
     if BLOCK_SIZE % TILE != 0:
         # A run of tokens never straddles a page, so layouts with tokens side by side still load 128 bits at a time. Said here, where the
         # ids are made: on a function's argument the hint is lost.
         RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else (8 if BLOCK_SIZE % 8 == 0 else 1)
         ids = tl.max_constancy(ids, [RUN])
-    else:
+    elif NUM_BLOCKS > 0:
         ids = uniform(ids, AMD)
     return ids
 
@@ -303,8 +310,10 @@ def attend_tile(
         mass = mass * decay + tl.sum(p, 1)
     acc = acc * decay[:, None]
 
-    if pages is not None and not MASKED:
+    if pages is not None and not GUARDED:
         v = fetch_tile(pages, places[1], ids, tile, V_SIDE, BLOCK_SIZE, TILE)
+        if MASKED:
+            v = tl.where(visible[:, None], v, 0)
     elif not VALUES_FIRST or RELOAD_QUERY > 0:
         v = load_values(value_base, ids, tile, visible, MASKED, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, WIDE, V_SIDE)
     v = to_compute(v, STORED, COMPUTE, HARDWARE_FP8)

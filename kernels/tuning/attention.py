@@ -105,8 +105,6 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
         256: TiledRow(64, 32, 4, 1),
         512: TiledRow(32, 32, 4, 1),
     },
-    "gfx942 encoder": {64: TiledRow(64, 64, 4, 1, WAVES_2), 128: TiledRow(128, 32, 4, 1)},
-    "gfx950 encoder": {64: TiledRow(64, 64, 4, 2, WAVES_2), 128: TiledRow(64, 64, 4, 2)},
     "gfx1100": {
         64: TiledRow(64, 32, 4, 1),
         128: TiledRow(32, 16, 8, 1),
@@ -129,7 +127,7 @@ TILED: Mapping[str, Mapping[int, TiledRow]] = {
     "cpu": {4096: TiledRow(16, 16, 1, 1)},
 }
 """Row of the smallest head size at or above the one at hand; "fp8" are quantized caches, "descriptors" those that are a matrix, a token
-a row (packed and flash, 16-bit); "encoder" is encoder attention, whose masked tiles are as large as its others."""
+a row (packed and flash, 16-bit). Encoder attention takes those of unquantized caches."""
 
 SPLIT: Mapping[str, Mapping[int, SplitRow]] = {
     "sm_90": {
