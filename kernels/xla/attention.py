@@ -1,4 +1,4 @@
-"""The `xla` implementation of paged attention and encoder attention: where keys come from, around the loops of `tiles`."""
+"""The `xla` implementation of paged attention and encoder attention: where keys come from, around the loops of `passes` and `tiles`."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Int
 from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize
-from purepage.kernels.xla.tiles import SMALL_QUERIES, Items, Problem, attend, operand_dtype
+from purepage.kernels.xla.passes import attend
+from purepage.kernels.xla.tiles import SMALL_QUERIES, Items, Problem, operand_dtype
 
 CHUNK_TOKENS = 512
-CPU_PREFILL_CHUNK_TOKENS = 128
-"""A CPU multiplies smaller matrices as fast, and a causal mask hides less of a smaller chunk."""
+CPU_PREFILL_CHUNK_TOKENS = 256
+"""A causal mask hides less of a smaller chunk; still smaller ones leave a core idle (`passes.query_tile`)."""
 
 
 def _chunk_tokens(max_query_len: int, platform: str) -> int:

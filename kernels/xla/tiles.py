@@ -1,14 +1,13 @@
-"""Attention over ragged batches in plain JAX: tiles of queries, an online softmax over chunks of keys, loops as long as the batch needs.
+"""Attention of tiles of queries in plain JAX: an online softmax over the chunks of keys that they see.
 
-One work item is a tile of queries of one sequence. The outer loop runs over the items that exist, the inner one over the chunks of
-keys that the item can see, so time follows the sequences' lengths and the window, and memory is that of a chunk. Sequences with one query
-(decode) and with many (prefill) are separate passes with tiles of their own size. Where keys come from is a `Source`: a paged cache, dense
-arrays, or both.
+One work item is a tile of queries of one sequence. The loop runs over the chunks of keys that the item can see, so time follows the
+sequence's length and the window, and memory is that of a chunk. Where keys come from is a `Source`: a paged cache, dense arrays, or both.
 
-The online softmax is that of FlashAttention (Dao et al., 2022); the batch layout is that of AITER's `unified_attention`.
+The online softmax is that of FlashAttention (Dao et al., 2022).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -21,12 +20,7 @@ from purepage.kernels.xla.varying import vary_like
 LOG_ZERO = -jnp.inf
 
 SMALL_QUERIES = 16
-"""A batch whose longest query is up to this long is one pass."""
-QUERY_TILE = 128
-SCORE_ELEMENTS = 1 << 22
-"""Bound on items * queries * heads * chunk of one step: 16 MiB of float32 scores."""
-GATHERED_ELEMENTS = {"cpu": 1 << 19, "accelerator": 1 << 23}
-"""Bound on items * chunk * KV heads * head size. A CPU runs items one after another, an accelerator wants many side by side."""
+"""Up to here a batch has small queries: one pass, and chunks of keys like a decode's."""
 
 
 @dataclass(frozen=True)
@@ -81,26 +75,6 @@ class Problem:
     """The arrays that the results depend on, for the types of loop states inside `shard_map`."""
 
 
-def _tiling(problem: Problem, queries: int, platform: str) -> tuple[int, int]:
-    """(queries of an item, items that advance together)."""
-    num_heads, head_size = problem.query.shape[1:]
-    chunk = problem.source.chunk
-    rows = max(1, min(queries, SCORE_ELEMENTS // (num_heads * chunk)))
-    room = GATHERED_ELEMENTS["cpu" if platform == "cpu" else "accelerator"]
-    by_scores = SCORE_ELEMENTS // max(1, rows * num_heads * chunk)
-    if platform == "cpu" and rows > SMALL_QUERIES:
-        return rows, 1  # items that advance together run as far as the longest of them
-    return rows, max(1, min(problem.lengths.shape[0], by_scores, room // (chunk * problem.source.num_kv_heads * head_size)))
-
-
-def _passes(max_query_len: int, num_tokens: int) -> tuple[tuple[int, int, int], ...]:
-    """(shortest, longest, tile) query lengths of each pass over the batch."""
-    longest = min(max_query_len, num_tokens)
-    if longest <= SMALL_QUERIES:
-        return ((1, longest, longest),)
-    return ((1, 1, 1), (2, longest, min(QUERY_TILE, longest)))
-
-
 def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, " C"]) -> Bool[Array, "R Q C"]:
     query_at = items.first_position[:, None, None] + jnp.arange(rows)[None, :, None]
     key_at = keys[:, None, :]
@@ -138,9 +112,12 @@ def _dot(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
 
 
 def _weighted_values(
-    weights: Float[Array, "R H G Q C"], values: Float[Array, "R H C D"], keep: Bool[Array, "R Q C"]
+    weights: Float[Array, "R H G Q C"], values: Float[Array, "R H C D"], keep: Bool[Array, "R Q C"] | None
 ) -> Float[Array, "R H G Q D"]:
-    """`weights @ values`, in which a non-finite value reaches only the queries that see its key: 0 * NaN would reach all."""
+    """`weights @ values`, in which a non-finite value reaches only the queries that see its key: 0 * NaN would reach all.
+
+    Without `keep` all queries see all keys.
+    """
 
     def plain(values):
         flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values.dtype)
@@ -158,12 +135,24 @@ def _weighted_values(
         out = jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, out))
         return jnp.where(undefined | (up & down), jnp.nan, out)
 
-    if keep.shape[1] == 1:  # one query: what it does not see is zeroed already
+    if keep is None or keep.shape[1] == 1:  # one query: what it does not see is zeroed already
         return plain(values)
     return lax.cond(jnp.all(jnp.isfinite(values)), plain, guarded, values)
 
 
-def _attend_items(problem: Problem, items: Items, rows: int):
+def _full_chunks(problem: Problem, items: Items, live: Bool[Array, " R"], chunk: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """[first, end) of the chunks that all queries of all live items see whole; first may lie beyond end."""
+    last_position = items.first_position + items.count - 1
+    stop = jnp.minimum(items.seq_len, items.first_position + 1) if problem.causal else items.seq_len
+    start = jnp.zeros_like(stop)
+    if problem.sliding_window is not None:
+        start = jnp.maximum(0, last_position - (problem.sliding_window - 1))
+        if not problem.causal:
+            stop = jnp.minimum(stop, items.first_position + problem.sliding_window)
+    return jnp.max(jnp.where(live, -(-start // chunk), 0)), jnp.min(jnp.where(live, stop // chunk, jnp.iinfo(jnp.int32).max))
+
+
+def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     """Online softmax over the chunks that the items see: (out f32[R, Q, Hq, D], lse f32[R, Q, Hq])."""
     count = items.sequence.shape[0]
     tokens, num_heads, head_size = problem.query.shape
@@ -173,6 +162,9 @@ def _attend_items(problem: Problem, items: Items, rows: int):
     query = problem.query[jnp.minimum(token, tokens - 1)].astype(problem.dtype).reshape(count, rows, heads, group, head_size)
     # Queries of one KV head as the rows of one matrix: a product with more free axes is transposed for each chunk.
     query = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(count, heads, group * rows, head_size)
+    factor = problem.score_factor
+    if problem.dtype == jnp.float32:  # here it costs one product a query, not one a score
+        query, factor = query * factor[None, :, None, None], None
 
     last_position = items.first_position + items.count - 1
     stop = jnp.minimum(items.seq_len, last_position + 1) if problem.causal else items.seq_len
@@ -182,25 +174,28 @@ def _attend_items(problem: Problem, items: Items, rows: int):
         if not problem.causal:
             stop = jnp.minimum(stop, last_position + problem.sliding_window)
     live = (items.count > 0) & (start < stop)
-    first_chunk = jnp.min(jnp.where(live, start // chunk, jnp.iinfo(jnp.int32).max))
     end_chunk = jnp.max(jnp.where(live, -(-stop // chunk), 0))
+    first_chunk = jnp.minimum(jnp.min(jnp.where(live, start // chunk, jnp.iinfo(jnp.int32).max)), end_chunk)
 
-    def step(index, state):
+    def step(index, state, masked: bool):
         peak, mass, out = state
         keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
         key, value = problem.source.load(items, index, problem.dtype)
-        keep = _visible(problem, items, rows, keys)
-        value = jnp.where(jnp.any(keep, axis=1)[:, None, :, None], value, 0)
-
-        scores = (
-            _dot("rhmd,rhcd->rhmc", query, key).reshape(count, heads, group, rows, chunk) * problem.score_factor[None, :, None, None, None]
-        )
+        scores = _dot("rhmd,rhcd->rhmc", query, key).reshape(count, heads, group, rows, chunk)
+        if factor is not None:
+            scores = scores * factor[None, :, None, None, None]
         if problem.logits_soft_cap is not None:
             scores = problem.logits_soft_cap * jnp.tanh(scores / problem.logits_soft_cap)
         bias = _bias(problem, items, rows, jnp.broadcast_to(keys, (count, chunk)))
         if bias is not None:
             scores += jnp.broadcast_to(bias, (count, num_heads, rows, chunk)).reshape(scores.shape)
-        scores = jnp.where(keep[:, None, None], scores, LOG_ZERO)
+        keep = None
+        if masked:
+            keep = _visible(problem, items, rows, keys)
+            scores = jnp.where(keep[:, None, None], scores, LOG_ZERO)
+            # What the tile's queries see between them is one range.
+            seen = live[:, None] & (keys >= start[:, None]) & (keys < stop[:, None])
+            value = jnp.where(seen[:, None, :, None], value, 0)
 
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         base = jnp.where(new_peak == LOG_ZERO, 0.0, new_peak)
@@ -217,70 +212,25 @@ def _attend_items(problem: Problem, items: Items, rows: int):
         peak = jnp.broadcast_to(problem.sinks.reshape(1, heads, group, 1), shape)
         mass = jnp.where(peak == LOG_ZERO, 0.0, 1.0)
     state = vary_like((peak, mass, jnp.zeros((*shape, head_size), jnp.float32)), problem.varying)
-    peak, mass, out = lax.fori_loop(jnp.minimum(first_chunk, end_chunk), end_chunk, step, state)
+    if rows > SMALL_QUERIES and platform == "cpu":
+        # Chunks that every query sees whole: there is nothing to mask. The others lie before and after them.
+        first_full, end_full = _full_chunks(problem, items, live, chunk)
+        first_full = jnp.clip(first_full, first_chunk, end_chunk)
+        end_full = jnp.clip(end_full, first_full, end_chunk)
+        state = lax.fori_loop(first_full, end_full, partial(step, masked=False), state)
+        width = end_full - first_full
+
+        def masked_step(index, state):
+            return step(jnp.where(index < first_full, index, index + width), state, masked=True)
+
+        peak, mass, out = lax.fori_loop(first_chunk, end_chunk - width, masked_step, state)
+    else:
+        peak, mass, out = lax.fori_loop(first_chunk, end_chunk, partial(step, masked=True), state)
 
     out = out / jnp.where(mass == 0, 1.0, mass)[..., None]  # without a visible key out is 0
     lse = peak + jnp.log(mass)
     out = jnp.moveaxis(out, 3, 1).reshape(count, rows, num_heads, head_size)
     return out, jnp.moveaxis(lse, 3, 1).reshape(count, rows, num_heads)
-
-
-def _attend_pass(problem: Problem, bounds: tuple[int, int, int], platform: str):
-    """One pass: (out f32[T, Hq, D], lse f32[T, Hq], tokens that it served bool[T])."""
-    shortest, longest, tile = bounds
-    tokens, num_heads, head_size = problem.query.shape
-    seqs = problem.lengths.shape[0]
-    queries, together = _tiling(problem, tile, platform)
-    starts = problem.query_start_loc
-    lens = starts[1:] - starts[:-1]
-    mine = (lens >= shortest) & (lens <= longest)
-    tiles = jnp.where(mine, -(-lens // queries), 0)
-    ends = jnp.cumsum(tiles)
-    most = min(seqs, tokens) if longest == 1 else -(-tokens // queries) + min(seqs, tokens)
-    groups = max(1, -(-most // together))
-
-    def items_of(group) -> Items:
-        index = group * together + jnp.arange(together, dtype=jnp.int32)
-        sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), seqs - 1).astype(jnp.int32)
-        inside = (index - (ends - tiles)[sequence]) * queries
-        return Items(
-            sequence=sequence,
-            first=starts[sequence] + inside,
-            count=jnp.where(index < ends[-1], jnp.clip(lens[sequence] - inside, 0, queries), 0),
-            first_position=problem.contexts[sequence] + inside,
-            seq_len=problem.lengths[sequence],
-            context=problem.contexts[sequence],
-        )
-
-    def step(group, state):
-        parts = _attend_items(problem, items_of(group), queries)
-        return tuple(lax.dynamic_update_slice_in_dim(rows, part, group * together, axis=0) for rows, part in zip(state, parts, strict=True))
-
-    shape = (groups * together, queries, num_heads)
-    state = vary_like((jnp.zeros((*shape, head_size), jnp.float32), jnp.full(shape, LOG_ZERO, jnp.float32)), problem.varying)
-    needed = -(-ends[-1] // together)
-    outs, lses = lax.fori_loop(jnp.zeros_like(needed), needed, step, state)
-
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = jnp.clip(jnp.searchsorted(starts, token, side="right") - 1, 0, seqs - 1)
-    served = (token < starts[-1]) & mine[sequence]
-    inside = token - starts[sequence]
-    item = jnp.clip((ends - tiles)[sequence] + inside // queries, 0, shape[0] - 1)
-    row = jnp.clip(inside % queries, 0, queries - 1)
-    return outs[item, row], lses[item, row], served
-
-
-def attend(problem: Problem, platform: str) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
-    """(out f32[T, Hq, D], lse f32[T, Hq]) of a ragged batch; padding tokens give 0 and -inf."""
-    tokens, num_heads, head_size = problem.query.shape
-    out = jnp.zeros((tokens, num_heads, head_size), jnp.float32)
-    lse = jnp.full((tokens, num_heads), LOG_ZERO, jnp.float32)
-    if tokens and problem.lengths.shape[0] and problem.max_query_len:
-        for bounds in _passes(problem.max_query_len, tokens):
-            part, part_lse, served = _attend_pass(problem, bounds, platform)
-            out = jnp.where(served[:, None, None], part, out)
-            lse = jnp.where(served[:, None], part_lse, lse)
-    return out, lse
 
 
 def operand_dtype(query_dtype: np.dtype, key_dtype: np.dtype, platform: str) -> np.dtype:
