@@ -118,8 +118,9 @@ def _chained(prepared: JaxCall, inputs: Inputs) -> tuple[Callable[..., Any], Any
         return decode_step, inputs.query, (lens, prepared.operands)
 
     def step(state: Any, operands: Any, i: int) -> Any:
-        lens, _ = state
         query, operands = operands
+        # Also what looks at no length is called again: XLA would take equal calls for one.
+        lens, query = jax.lax.optimization_barrier((state[0], query))
         out = prepared.call(query, lens, operands)
         return lens + (out[0, 0, 0] > 1e30).astype(lens.dtype), out
 
