@@ -209,7 +209,9 @@ def rows(heads, size, seed, dtype=BF16):
 def write_into_an_xpacked_fp8_cache(arch):
     cache = random_cache(native_fp8(arch), "xpacked")
     key, value = rows(2, 32, 1), rows(2, 32, 2)
-    key[1, 0, :4] = [np.inf, -np.inf, -0.0, 6e4]
+    key[1, 0, :6] = [np.inf, -np.inf, -0.0, 6e4, np.nan, -np.nan]
+    # From below the smallest code to past the largest one.
+    value *= 2.0 ** np.random.default_rng(3).integers(-14, 14, value.shape).astype(BF16)
     call = UpdateCacheCall(cache=cache, key=key, value=value, slot_mapping=jnp.asarray(SLOTS), layer=LAYER)
     check_pool(emulate("update_cache", call, arch)["cache"], cache, key, value)
 

@@ -140,6 +140,24 @@ def test_writes_are_in_place_and_bit_equal_to_plain_jax(layout, cache_dtype, bri
     assert donated.data.unsafe_buffer_pointer() == address and cache.data.is_deleted()
 
 
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2], ids=str)
+def test_every_bfloat16_value_under_many_scales_gets_the_code_of_an_exact_division(cache_dtype, bridge):
+    """Infinities, NaN of both signs and both zeros among them; scales past the range of the short division, and negative ones."""
+    every = jnp.arange(1 << 16, dtype=jnp.uint16).view(jnp.bfloat16).reshape(64, 8, 128)
+    spec = pp.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=8, head_size=128, dtype=cache_dtype)
+    slots = jnp.asarray(np.random.default_rng(0).permutation(64), jnp.int32)
+    write = jax.jit(
+        lambda scale, implementation: (
+            pp.update_cache(pp.init_cache(spec, k_scale=scale, v_scale=scale), every, every, slots, implementation=implementation).data
+        ),
+        static_argnums=1,
+    )
+    scales = [1.0, 0.5, 448.0, 1e-35, 3e-31, 1e34, -0.7, *10.0 ** np.random.default_rng(1).uniform(-6, 6, 60)]
+    for scale in scales:
+        ours, plain = (np.asarray(write(jnp.float32(scale), name)) for name in ("triton", "xla"))
+        np.testing.assert_array_equal(ours, plain, err_msg=f"scale {scale}")
+
+
 @pytest.mark.parametrize("name", ["rope", "qk_norm", "mrope"])
 @pytest.mark.parametrize("cache_dtype", [BF16, E4M3], ids=str)
 def test_fused_writers_are_plain_jax_bit_for_bit(name, cache_dtype, bridge):
