@@ -12,7 +12,7 @@ import purepage as pp
 from purepage.kernels.xla import attention, passes
 from purepage.testing import assert_close, random_batch, reference_encoder_attention
 
-CHUNK = attention.CPU_PREFILL_CHUNK_TOKENS
+CHUNK = attention.chunk_tokens("cpu")
 TILE = passes.query_tile(2, "cpu")
 """Every batch here has two query heads to a KV head."""
 F32, BF16 = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16)

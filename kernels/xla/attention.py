@@ -12,15 +12,16 @@ from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize
 from purepage.kernels.xla.passes import attend
-from purepage.kernels.xla.tiles import SMALL_QUERIES, Items, Problem, operand_dtype
+from purepage.kernels.xla.tiles import Items, Problem, operand_dtype
 
-CHUNK_TOKENS = 512
-CPU_PREFILL_CHUNK_TOKENS = 256
-"""A causal mask hides less of a smaller chunk; still smaller ones leave a core idle (`passes.query_tile`)."""
+CHUNK_TOKENS = {"cpu": 256, "accelerator": 512}
+"""A causal mask hides less of a smaller chunk, and a smaller chunk stays in a CPU's cache. One still smaller leaves a core idle in a
+prefill (`passes.query_tile`).
+"""
 
 
-def _chunk_tokens(max_query_len: int, platform: str) -> int:
-    return CPU_PREFILL_CHUNK_TOKENS if platform == "cpu" and max_query_len > SMALL_QUERIES else CHUNK_TOKENS
+def chunk_tokens(platform: str) -> int:
+    return CHUNK_TOKENS["cpu" if platform == "cpu" else "accelerator"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     spec, metadata = call.cache.local_spec, call.metadata
     starts, seq_lens, table = (getattr(metadata, name).astype(jnp.int32) for name in ("query_start_loc", "seq_lens", "block_table"))
     width = table.shape[1]
-    blocks = max(1, min(_chunk_tokens(metadata.max_query_len, platform) // spec.block_size, width))
+    blocks = max(1, min(chunk_tokens(platform) // spec.block_size, width))
     table = jnp.pad(table, ((0, 0), (0, max(blocks, -(-width // blocks) * blocks) - width)))
     source = PagedSource(call.cache, call.layer, table, blocks)
     dtype = operand_dtype(call.query.dtype, spec.dtype, platform)
@@ -157,9 +158,7 @@ def _encoder_attention(call: EncoderAttentionCall, *, platform: str):
         query_start_loc=starts,
         lengths=lengths,
         contexts=jnp.zeros_like(lengths),
-        source=DenseSource(
-            call.key, call.value, starts, min(_chunk_tokens(call.metadata.max_query_len, platform), max(1, call.key.shape[0]))
-        ),
+        source=DenseSource(call.key, call.value, starts, min(chunk_tokens(platform), max(1, call.key.shape[0]))),
         score_factor=jnp.broadcast_to(factor, (heads,)),
         sinks=call.sinks,
         alibi_slopes=None,

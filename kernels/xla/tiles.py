@@ -20,7 +20,7 @@ from purepage.kernels.xla.varying import vary_like
 LOG_ZERO = -jnp.inf
 
 SMALL_QUERIES = 16
-"""Up to here a batch has small queries: one pass, and chunks of keys like a decode's."""
+"""A batch whose longest query is up to this long is one pass."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,13 @@ def _weighted_values(
         flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values.dtype)
         return _dot("rhmc,rhcd->rhmd", flat, values).reshape(*weights.shape[:-1], values.shape[-1])
 
+    if keep is None or keep.shape[1] == 1:  # one query: what it does not see is zeroed already
+        return plain(values)
+    seen = keep.astype(jnp.float32)
+
     def guarded(values):
         finite = jnp.isfinite(values)
         out = plain(jnp.where(finite, values, 0))
-        seen = keep.astype(jnp.float32)
 
         def sees(bad):
             return _dot("rqc,rhcd->rhqd", seen, bad.astype(jnp.float32))[:, :, None] > 0
@@ -135,8 +138,6 @@ def _weighted_values(
         out = jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, out))
         return jnp.where(undefined | (up & down), jnp.nan, out)
 
-    if keep is None or keep.shape[1] == 1:  # one query: what it does not see is zeroed already
-        return plain(values)
     return lax.cond(jnp.all(jnp.isfinite(values)), plain, guarded, values)
 
 
