@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from purepage.bridges.run import run  # noqa: E402
-from purepage.kernels.triton.slots import quantized  # noqa: E402
+from purepage.kernels.triton.slots import divided, quantized  # noqa: E402
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 FP8 = tuple(getattr(ml_dtypes, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
@@ -107,6 +107,24 @@ def test_fp8_codes_are_nearest_even_at_every_code_and_every_midpoint_between_two
 def quantize_kernel(codes, x, SIZE: tl.constexpr, KIND: tl.constexpr):
     i = tl.arange(0, SIZE)
     tl.store(codes + i, quantized(tl.load(x + i), KIND, False))
+
+
+@triton.jit
+def divide_kernel(quotients, x, scale, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(quotients + i, divided(tl.load(x + i), tl.load(scale), "float8_e5m2fnuz", False))
+
+
+def test_a_scale_so_small_that_a_remainder_would_not_fit_float32_divides_exactly():
+    """A GPU's short division would give the float32 below this tie of two codes: its remainder has bits under the smallest subnormal."""
+    x, scale = (np.full((size,), code, np.uint32).view(F32) for size, code in ((16, 106956057), (1, 234881770)))
+    assert 1.57e-30 < scale[0] < 1.58e-30 and x[0] / scale[0] == F32(1.75 * 2**-16)
+    inputs = (("x", Buffer((16,), "float32")), ("scale", Buffer((1,), "float32")))
+    outputs = (("quotients", Buffer((16,), "float32")),)
+    launch = Launch("test_triton_writers:divide_kernel", (1, 1, 1), ("quotients", "x", "scale"), ("quotients",), (("SIZE", 16),))
+    program = Program("divide", inputs, outputs, (), (), (launch,))
+    (found,) = jax.jit(lambda x, scale: run(program, {"x": x, "scale": scale}))(jnp.asarray(x), jnp.asarray(scale))
+    np.testing.assert_array_equal(np.asarray(found), x / scale)
 
 
 def test_the_scale_divides_where_its_reciprocal_would_give_another_code():

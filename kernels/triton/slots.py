@@ -62,7 +62,8 @@ def divided(x, scale, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
     if INTERPRETED:  # its fma rounds twice
         return clamp(tl.div_rn(x, scale), LARGEST)
     else:
-        if (scale > 1e-30) & (scale < 1e30):
+        # Under a smaller scale the remainder of a quotient that is no zero in fp8 may have bits below the smallest subnormal.
+        if (scale > 1e-25) & (scale < 1e30):
             inverse = tl.div_rn(1.0, scale)
             x = clamp(x, LARGEST * scale)  # there is no remainder of infinities
             quotient = x * inverse
