@@ -49,6 +49,7 @@ def paged_attention_tiled(
     HEAD_PAD: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
     HASTY: tl.constexpr,
+    FIXED: tl.constexpr,
     SUMS: tl.constexpr,
     LATE_CLAMP: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -130,6 +131,8 @@ def paged_attention_tiled(
     key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, keys, CAUSAL, WINDOW)
     if BIAS_COLUMNS > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # biased tiles are loaded with care: their columns have an end
+    if FIXED:
+        full_end = tl.maximum(full_end - 1, 0)  # a key that every row sees, or its own one, is left to a masked tile
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
     if pages is not None:
         places = (matrix_place(layer_index, kv_head, K_SIDE), matrix_place(layer_index, kv_head, V_SIDE))
@@ -161,6 +164,7 @@ def paged_attention_tiled(
         ok & (first + row_token < BIAS_ROWS),
         context,
         HASTY and not SAME_KEYS,
+        FIXED and HASTY and not SAME_KEYS,
         SUMS,
         SAME_KEYS,
         RELOAD_QUERY,

@@ -382,6 +382,7 @@ def _tiled_launch(shape: PagedAttentionShape, row: TiledRow, split_tokens: int, 
             _KERNEL_CONSTANTS,
             RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
             HASTY=row.hasty,
+            FIXED=row.hasty and row.fixed_peak and shape.compute_dtype != "float16",  # whose weights end at 2**16
             SIGNED=common["SIGNED"],
             SUMS=sums_of(row),
             LATE_CLAMP=row.late_clamp,

@@ -201,6 +201,7 @@ def paged_attention_split(
                 ok & (row_token < BIAS_ROWS),
                 context,
                 False,
+                False,
                 SUMS,
                 BIAS_COLUMNS == 0 and (SPLIT_TOKENS == 1 or (not CAUSAL and WINDOW == 0)),
                 RELOAD_QUERY,

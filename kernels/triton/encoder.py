@@ -111,6 +111,7 @@ def encoder_attention_kernel(
         ok,
         0,
         False,  # in haste it would read past the last key
+        False,
         SUMS,
         SAME_KEYS,
         RELOAD_QUERY,

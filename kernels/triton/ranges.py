@@ -5,6 +5,13 @@ import triton.language as tl
 
 from .tiles import attend_tile, block_ids, clamped, fetch_ids
 
+MARGIN: tl.constexpr = tl.constexpr(32.0)
+"""Room above the peak of a few keys, in powers of two, for scores of all others: with LARGEST_MASS 2**132 times their weight. Weights below
+2**-94 of it lose precision.
+"""
+LARGEST_MASS: tl.constexpr = tl.constexpr(2.0**100)
+"""Of a row that is divided by it without loss: the reciprocal is no subnormal number."""
+
 
 @triton.jit
 def attend_range(
@@ -32,6 +39,7 @@ def attend_range(
     bias_row_ok,
     context,
     HASTY: tl.constexpr,
+    FIXED: tl.constexpr,
     SUMS: tl.constexpr,
     SAME_KEYS: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
@@ -58,10 +66,13 @@ def attend_range(
     LATE_CLAMP: tl.constexpr = False,
     VALUES_FIRST: tl.constexpr = False,
 ):
-    """Tiles [lo, hi): those in [full_lo, full_hi) in a pipelined loop, then the few at either edge with masks.
+    """Tiles [lo, hi): those in [full_lo, full_hi) in a pipelined loop, the few at either edge with masks, after them or before.
 
     HASTY: the edges are attended as if no key in them were NaN, which costs less than to see to it. NaN or infinities that come of it show
     in the accumulator, and the block is done again with care.
+    FIXED, with HASTY: the edges come first, and the peaks of their scores, raised by MARGIN, stand for the other tiles, which neither look
+    for a greater one nor let anything decay. Where a weight outgrows float32, or a row sees no key of an edge, whose weights are infinite
+    then, the block is done again. (Softmax with one reference value, and once more where it overflows: FlashDecoding++, Hong et al., 2023.)
     EDGE: keys of a masked tile, which divide a TILE.
     LATE_CLAMP: the ids of a tile's blocks are clamped with the tile, not when they are fetched, where a pipelined loop would wait for them.
     VALUES_FIRST: a tile's values are on their way while the scores are made.
@@ -69,28 +80,6 @@ def attend_range(
     """
     start_mass = mass
     start_peak = peak
-    if SUMS > 0:
-        # A sum over a whole tile crosses lanes; partial sums do not, and are added up once.
-        mass = tl.where((tl.arange(0, SUMS) == 0)[None, :], mass[:, None], 0.0)
-    ids = fetch_ids(table_row, full_lo, table_width, BLOCK_SIZE, TILE)
-    if not LATE_CLAMP:
-        ids = clamped(ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
-    for tile in tl.range(full_lo, full_hi):
-        # The next tile's blocks are fetched a whole tile ahead: no load of keys waits for the block table.
-        next_ids = fetch_ids(table_row, tile + 1, table_width, BLOCK_SIZE, TILE)
-        if LATE_CLAMP:
-            ids = clamped(ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
-        else:
-            next_ids = clamped(next_ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
-        acc, mass, peak = attend_tile(
-            acc, mass, peak, q, q_source, ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end, slope,
-            bias_row, bias_row_ok, context, False, True, SUMS, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP,
-            ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
-            AMD, VALUES_FIRST,
-        )  # fmt: skip
-        ids = next_ids
-    if SUMS > 0:
-        mass = tl.sum(mass, 1)
     if EDGE < TILE:
         edge_lo, edge_hi = lo * (TILE // EDGE), hi * (TILE // EDGE)
         left_hi, right_lo = full_lo * (TILE // EDGE), full_hi * (TILE // EDGE)
@@ -100,17 +89,50 @@ def attend_range(
     else:
         edge_lo, edge_hi, left_hi, right_lo = lo, hi, full_lo, full_hi
     left = left_hi - edge_lo
-    for edge in tl.range(0, left + edge_hi - right_lo, num_stages=1):
-        tile = tl.where(edge < left, edge_lo + edge, right_lo + edge - left)
-        edge_ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, EDGE, AMD)
-        acc, mass, peak = attend_tile(
-            acc, mass, peak, q, q_source, edge_ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end, slope,
-            bias_row, bias_row_ok, context, True, not HASTY, 0, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW, SOFT_CAP,
-            ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, EDGE, STORED, COMPUTE, HARDWARE_FP8, WIDE, K_SIDE, V_SIDE,
-            AMD, VALUES_FIRST,
-        )  # fmt: skip
+    for part in tl.static_range(2):
+        if (part == 0) == FIXED:
+            for edge in tl.range(0, left + edge_hi - right_lo, num_stages=1):
+                tile = tl.where(edge < left, edge_lo + edge, right_lo + edge - left)
+                edge_ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, EDGE, AMD)
+                acc, mass, peak = attend_tile(
+                    acc, mass, peak, q, q_source, edge_ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end,
+                    slope, bias_row, bias_row_ok, context, True, not HASTY, False, 0, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR,
+                    CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, EDGE, STORED, COMPUTE, HARDWARE_FP8,
+                    WIDE, K_SIDE, V_SIDE, AMD, VALUES_FIRST,
+                )  # fmt: skip
+            if FIXED:
+                margin = tl.where(full_hi > full_lo, MARGIN, 0.0)
+                peak = peak + margin
+                acc = acc * tl.exp2(-margin)
+                mass = mass * tl.exp2(-margin)
+        else:
+            if SUMS > 0:
+                # A sum over a whole tile crosses lanes; partial sums do not, and are added up once.
+                mass = tl.where((tl.arange(0, SUMS) == 0)[None, :], mass[:, None], 0.0)
+            ids = fetch_ids(table_row, full_lo, table_width, BLOCK_SIZE, TILE)
+            if not LATE_CLAMP:
+                ids = clamped(ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
+            for tile in tl.range(full_lo, full_hi):
+                # The next tile's blocks are fetched a whole tile ahead: no load of keys waits for the block table.
+                next_ids = fetch_ids(table_row, tile + 1, table_width, BLOCK_SIZE, TILE)
+                if LATE_CLAMP:
+                    ids = clamped(ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
+                else:
+                    next_ids = clamped(next_ids, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
+                acc, mass, peak = attend_tile(
+                    acc, mass, peak, q, q_source, ids, tile, key_base, value_base, pages, places, factor, position, key_begin, key_end,
+                    slope, bias_row, bias_row_ok, context, False, True, FIXED, SUMS, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR,
+                    CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8,
+                    WIDE, K_SIDE, V_SIDE, AMD, VALUES_FIRST,
+                )  # fmt: skip
+                ids = next_ids
+            if SUMS > 0:
+                mass = tl.sum(mass, 1)
     if HASTY:
-        if tl.min(tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1), 0) == 0:
+        finite = tl.min((tl.abs(acc) < float("inf")).to(tl.int32), 1)
+        if FIXED:
+            finite = tl.where(mass < LARGEST_MASS, finite, 0)
+        if tl.min(finite, 0) == 0:
             acc = tl.zeros(acc.shape, tl.float32)
             mass = start_mass
             peak = start_peak
@@ -118,8 +140,8 @@ def attend_range(
                 ids = block_ids(table_row, tile, table_width, NUM_BLOCKS, BLOCK_SIZE, TILE, AMD)
                 acc, mass, peak = attend_tile(
                     acc, mass, peak, q, q_source, ids, tile, key_base, value_base, None, places, factor, position, key_begin, key_end,
-                    slope, bias_row, bias_row_ok, context, True, True, 0, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR, CAUSAL, WINDOW,
-                    SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8, WIDE,
-                    K_SIDE, V_SIDE, AMD, VALUES_FIRST,
+                    slope, bias_row, bias_row_ok, context, True, True, False, 0, SAME_KEYS, RELOAD_QUERY, QUERY_KIND, ROW_FACTOR,
+                    CAUSAL, WINDOW, SOFT_CAP, ALIBI, BIAS_COLUMNS, HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, STORED, COMPUTE, HARDWARE_FP8,
+                    WIDE, K_SIDE, V_SIDE, AMD, VALUES_FIRST,
                 )  # fmt: skip
     return acc, mass, peak

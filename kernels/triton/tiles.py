@@ -220,6 +220,7 @@ def attend_tile(
     context,
     MASKED: tl.constexpr,
     CAREFUL: tl.constexpr,
+    FIXED: tl.constexpr,
     SUMS: tl.constexpr,
     SAME_KEYS: tl.constexpr,
     RELOAD_QUERY: tl.constexpr,
@@ -247,6 +248,7 @@ def attend_tile(
 
     CAREFUL: a key that only some rows see may hold NaN, which is kept from the others; else the caller looks for NaN in what comes out.
     Keys that no row sees never matter.
+    FIXED: `peak` stays as it is, and nothing decays; see `attend_range`.
     SUMS: 0, or the partial sums that `mass` has a row.
     """
     GUARDED: tl.constexpr = MASKED and CAREFUL
@@ -277,7 +279,10 @@ def attend_tile(
 
     PLAIN: tl.constexpr = SOFT_CAP == 0.0 and not ALIBI and BIAS_COLUMNS == 0
     if PLAIN and not MASKED:
-        new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
+        if FIXED:
+            new_peak = peak
+        else:
+            new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
         if ROW_FACTOR:
             p = tl.exp2(s * factor[:, None] - new_peak[:, None])
         else:
@@ -299,16 +304,26 @@ def attend_tile(
             s = tl.where(bias == float("-inf"), bias, s + LOG2E * bias)  # a bias of -inf is a mask, also of a NaN key
         if MASKED:
             s = tl.where(sees(visible, key, position, CAUSAL, WINDOW), s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(s, 1))
-        # A row that has seen no key yet has no peak: -inf - -inf would be NaN.
-        floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        if FIXED:
+            new_peak = peak
+            floor = peak
+        else:
+            new_peak = tl.maximum(peak, tl.max(s, 1))
+            # A row that has seen no key yet has no peak: -inf - -inf would be NaN.
+            floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         p = tl.exp2(s - floor[:, None])
         decay = tl.exp2(peak - floor)
     if SUMS > 0:
-        mass = mass * decay[:, None] + tl.sum(tl.reshape(p, (p.shape[0], TILE // SUMS, SUMS)), 1)
+        more = tl.sum(tl.reshape(p, (p.shape[0], TILE // SUMS, SUMS)), 1)
     else:
-        mass = mass * decay + tl.sum(p, 1)
-    acc = acc * decay[:, None]
+        more = tl.sum(p, 1)
+    if FIXED:
+        mass = mass + more
+        if tile < 0:  # never: but where nothing touches the accumulator between two products, NVIDIA's assembler makes all of them wait
+            acc = acc * 0.5
+    else:
+        mass = mass * (decay[:, None] if SUMS > 0 else decay) + more
+        acc = acc * decay[:, None]
 
     if pages is not None and not GUARDED:
         v = fetch_tile(pages, places[1], ids, tile, V_SIDE, BLOCK_SIZE, TILE)

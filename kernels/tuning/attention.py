@@ -20,6 +20,7 @@ class TiledRow:
     `reload_query`: where wide heads leave no registers to keep the query in, it comes from the cache with every tile, this many channels
     at a time, and the keys with them; heads no wider than that keep it, and 0 always does.
     `hasty`: masked tiles are attended without care for NaN, and once more with it where NaN shows.
+    `fixed_peak`, with `hasty`: the peaks of the masked tiles' scores stand for the others, where bfloat16 keeps their weights.
     `sums`: partial sums of a row while it is under way, 0 for its one sum: as many as the matrix unit's layout has columns side by side,
     no sum then crosses lanes.
     `late_clamp`: ids of blocks are clamped with their tile, not where they are fetched, a tile ahead: for pipelined loops on AMD.
@@ -35,6 +36,7 @@ class TiledRow:
     options: Options = ()
     reload_query: int = 0
     hasty: bool = False
+    fixed_peak: bool = False
     sums: int = 0
     late_clamp: bool = False
     edge: int = 0
@@ -70,7 +72,7 @@ Row = TypeVar("Row", TiledRow, SplitRow)
 
 WAVES_2: Options = (("waves_per_eu", 2),)
 
-HASTY: Mapping[str, Any] = {"hasty": True, "sums": 8}
+HASTY: Mapping[str, Any] = {"hasty": True, "fixed_peak": True, "sums": 8}
 FETCHED: Mapping[str, Any] = {**HASTY, "descriptors": True, "stage": 1024}
 
 TILED: Mapping[str, Mapping[int, TiledRow]] = {
@@ -196,7 +198,7 @@ def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, crowd
         if arch.vendor == "amd":
             row = replace(row, reload_query=64 if arch.matrix == "wmma" else 128)
         if isinstance(row, TiledRow):
-            return replace(row, rows=min(row.rows, most), num_stages=1, hasty=False, sums=0)
+            return replace(row, rows=min(row.rows, most), num_stages=1, hasty=False, fixed_peak=False, sums=0)
         return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2), sums=0)
     if decoded and arch.vendor == "amd":
         row = replace(row, reload_query=min(row.reload_query or 256, 256), measured=None)
