@@ -139,6 +139,24 @@ def test_rope_with_a_write_is_rope_and_then_the_write_bit_for_bit(case):
     same_pool(after, expected_pool(cache, k_out, value, slots, 1))
 
 
+@pytest.mark.parametrize("neox", (True, False), ids=("neox", "gptj"))
+def test_channels_past_the_rotary_ones_keep_the_bits_of_any_nan_fused_or_not(neox):
+    spec = pp.CacheSpec(num_blocks=1, block_size=16, num_kv_heads=1, head_size=24, dtype=BF16)
+    query, key = normal((2, 2, 24), BF16, 0), normal((2, 1, 24), BF16, 1)
+    for x in (query, key):
+        bits(x)[..., 18:22] = [0x7F81, 0xFF81, 0x7FC1, 0xFFFF]  # signalling, and quiet with a payload
+    positions, slots = np.array([3, 5], np.int32), np.array([4, 9], np.int32)
+    cache = random_cache(spec)
+    q_out, k_out, after = pp.rope_and_update_cache(
+        query, key, key, positions, table(16), cache, slots, is_neox=neox, implementation="triton"
+    )
+    apart = pp.rotary_embedding(positions, query, key, table(16), is_neox=neox, implementation="triton")
+    for fused, separate, x in zip((q_out, k_out), apart, (query, key), strict=True):
+        np.testing.assert_array_equal(bits(separate)[..., 16:], bits(x)[..., 16:])
+        np.testing.assert_array_equal(bits(fused), bits(separate))
+    same_pool(after, bits(pp.update_cache(cache, k_out, key, slots, implementation="triton").data))
+
+
 @pytest.mark.parametrize("case", pairwise({**FUSED, "mrope": ("no", "runs", "interleaved")}, seed=1), ids=case_id)
 def test_norm_rope_and_write_are_the_oracles_and_the_pool_holds_the_key_that_comes_back(case):
     spec, cache, slots, cos_sin, num_heads = make_case(case)

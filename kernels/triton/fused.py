@@ -28,12 +28,16 @@ def normed_head(
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """(first, second, rest) of `load_head` as float32; where there is a weight, round(x * rsqrt(mean(x^2) + EPS) * weight)."""
-    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+    """`load_head`'s (first, second) as float32, and rest, which nothing turns, in its own dtype and untouched: a NaN keeps its bits.
+
+    Where there is a weight, of round(x * rsqrt(mean(x^2) + EPS) * weight).
+    """
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if weight is not None:
         squares = tl.sum(first * first + second * second, 1)
         if REST_PAD > 0:
-            squares += tl.sum(rest * rest, 1)
+            wide_rest = rest.to(tl.float32)
+            squares += tl.sum(wide_rest * wide_rest, 1)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD_SIZE * 1.0) + EPS))[:, None]
         weights = weight + tl.zeros([1], tl.int32)
         always = tl.full([1], True, tl.int1)
@@ -41,7 +45,8 @@ def normed_head(
         first = round_to(first * inverse * first_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
         second = round_to(second * inverse * second_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
         if REST_PAD > 0:
-            rest = rest * inverse * load_rest(weights, always, 2 * HALF, HEAD_SIZE, REST_PAD).to(tl.float32)
+            rest_weight = load_rest(weights, always, 2 * HALF, HEAD_SIZE, REST_PAD).to(tl.float32)
+            rest = round_to(wide_rest * inverse * rest_weight, KIND, INTERPRETED)
     return first, second, rest
 
 
@@ -153,7 +158,6 @@ def rope_update_kernel(
             )  # fmt: skip
             first, second = rotate(first, second, cos, sin, Q_KIND, INTERPRETED)
             to, is_row = head_rows(q_out, token, head, num_tokens, NUM_HEADS, NUM_HEADS * HEAD_SIZE, HEAD_SIZE)
-            rest = round_to(rest, Q_KIND, INTERPRETED)
             store_turned(to, is_row, first, second, rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
     else:
         # Names of their own: Triton joins what both branches name, and keys may have another dtype than queries.
@@ -180,7 +184,6 @@ def rope_update_kernel(
                 k_first, k_second, k_rest, k_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, K_KIND, INTERPRETED
             )  # fmt: skip
             k_first, k_second = rotate(k_first, k_second, k_cos, k_sin, K_KIND, INTERPRETED)
-            k_rest = round_to(k_rest, K_KIND, INTERPRETED)
             k_to, k_is_row = head_rows(k_out, token, k_head + i, num_tokens, NUM_KV_HEADS, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE)
             store_turned(k_to, k_is_row, k_first, k_second, k_rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
             store_head(
