@@ -142,7 +142,10 @@ def test_writes_are_in_place_and_bit_equal_to_plain_jax(layout, cache_dtype, bri
 
 @pytest.mark.parametrize("cache_dtype", [E4M3, E5M2], ids=str)
 def test_every_bfloat16_value_under_many_scales_gets_the_code_of_an_exact_division(cache_dtype, bridge):
-    """Infinities, NaN of both signs and both zeros among them; scales past the range of the short division, and negative ones."""
+    """Infinities, NaN of both signs and both zeros among them; scales past the range of the short division, and negative ones.
+
+    Which code a NaN has is each compiler's choice.
+    """
     every = jnp.arange(1 << 16, dtype=jnp.uint16).view(jnp.bfloat16).reshape(64, 8, 128)
     spec = pp.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=8, head_size=128, dtype=cache_dtype)
     slots = jnp.asarray(np.random.default_rng(0).permutation(64), jnp.int32)
@@ -155,7 +158,10 @@ def test_every_bfloat16_value_under_many_scales_gets_the_code_of_an_exact_divisi
     scales = [1.0, 0.5, 448.0, 1e-31, 1e34, -0.7, *10.0 ** np.random.default_rng(1).uniform(-6, 6, 60)]
     for scale in scales:
         ours, plain = (np.asarray(write(jnp.float32(scale), name)) for name in ("triton", "xla"))
-        np.testing.assert_array_equal(ours, plain, err_msg=f"scale {scale}")
+        no_number = [np.isnan(codes.view(cache_dtype).astype(np.float32)) for codes in (ours, plain)]
+        assert no_number[0].any()
+        np.testing.assert_array_equal(*no_number, err_msg=f"scale {scale}")
+        np.testing.assert_array_equal(ours[~no_number[0]], plain[~no_number[0]], err_msg=f"scale {scale}")
 
 
 @pytest.mark.parametrize("name", ["rope", "qk_norm", "mrope"])
