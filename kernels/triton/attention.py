@@ -132,7 +132,7 @@ def paged_attention_tiled(
     if BIAS_COLUMNS > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # biased tiles are loaded with care: their columns have an end
     if FIXED:
-        full_end = tl.maximum(full_end - 1, 0)  # a key that every row sees, or its own one, is left to a masked tile
+        full_end = tl.maximum(full_end - 1, 0)  # the last key that every row sees is left to a masked tile
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
     if pages is not None:
         places = (matrix_place(layer_index, kv_head, K_SIDE), matrix_place(layer_index, kv_head, V_SIDE))
