@@ -38,8 +38,14 @@ def from_torch(tensor):
     return tensor.numpy()
 
 
-def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_cus=None, output_dtype=None, rows=None, **options):
-    """Runs the planned program on the batch; returns (out, lse) as NumPy."""
+def nothing(program):
+    """Looks at no program."""
+
+
+def attend(
+    batch, *, content="packed", order="LBHNC", layer=0, num_cus=None, output_dtype=None, rows=None, look=nothing, arch="cpu", **options
+):
+    """Runs the planned program on the batch, after a look at it; returns (out, lse) as NumPy."""
     cache = batch.cache(content=content, order=order)
     meta = batch.metadata
     tokens, heads, size = batch.query.shape
@@ -71,6 +77,7 @@ def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_c
         return_lse=True,
     )
     program = plan_paged_attention(shape, arch, num_cus=num_cus, **(rows or {}))
+    look(program)
     tensors = {
         "query": to_torch(batch.query),
         "cache": to_torch(cache.data),
@@ -86,14 +93,15 @@ def attend(batch, *, content="packed", order="LBHNC", layer=0, arch="cpu", num_c
     return from_torch(result["out"]), from_torch(result["lse"])
 
 
-def check(batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, output_dtype=None, rows=None, **options):
-    out, lse = attend(batch, layer=layer, content=content, order=order, num_cus=num_cus, output_dtype=output_dtype, rows=rows, **options)
+def check(batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, output_dtype=None, rows=None, look=nothing, **options):
+    planned = {"content": content, "order": order, "num_cus": num_cus, "output_dtype": output_dtype, "rows": rows, "look": look}
+    out, lse = attend(batch, layer=layer, **planned, **options)
     expected, expected_lse = batch.reference(layer=layer, **options)
     assert_close(out, expected, dtype=out.dtype, what="out")
     assert_close(lse, expected_lse, dtype=np.float32, compute_dtype=out.dtype, what="lse")
 
 
-def check_a_spoilt_key(poison, *, prepare=lambda batch: None, rows=None):
+def check_a_spoilt_key(poison, *, prepare=lambda batch: None, rows=None, look=nothing):
     """A value of `poison` at one key of a prompt reaches the queries from there on, and no other; `prepare` changes the batch first."""
     options = {"kind": "prefill", "dtype": BF16, "num_seqs": 2, "padding_seqs": 0, "share_prefixes": False, "max_query_len": 40}
     batch = random_batch(23, **options)
@@ -102,7 +110,7 @@ def check_a_spoilt_key(poison, *, prepare=lambda batch: None, rows=None):
     first = length - length // 3
     table, size = np.asarray(batch.metadata.block_table), batch.value_cache.shape[2]
     batch.value_cache[:, table[0, first // size], first % size] = poison
-    out, _ = attend(batch, rows=rows)
+    out, _ = attend(batch, rows=rows, look=look)
     expected, _ = random_batch(23, **options).reference()
     spoilt = np.zeros(len(out), bool)
     spoilt[first:length] = True

@@ -38,31 +38,23 @@ LONG = {"max_query_len": 40, "max_seq_len": 100}
 """Of these batches the split kernel takes the short sequences, the tiled kernel the others."""
 
 
-def use_row(monkeypatch, row):
+def planned(row):
     """Plans with the row, and makes sure that it comes to run."""
-    plan = attention.plan_paged_attention
 
-    def planned(*args, **named):
-        program = plan(*args, **named, tiled=row, split=SPLIT)
+    def look(program):
         assert program.launches[0].kernel.endswith("paged_attention_tiled")
         assert any(isinstance(arg, Descriptor) for arg in program.launches[0].args) == row.descriptors
-        return program
 
-    monkeypatch.setattr(attention, "plan_paged_attention", planned)
-
-
-def check(monkeypatch, batch, row, **options):
-    use_row(monkeypatch, row)
-    attention.check(batch, **options)
+    return {"rows": {"tiled": row, "split": SPLIT}, "look": look}
 
 
 @pytest.mark.parametrize("unused", UNUSED)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC"), ("flash", "LHBNC")])
-def test_haste_and_descriptors_change_no_result_whatever_unused_slots_hold(monkeypatch, content, order, row, unused):
+def test_haste_and_descriptors_change_no_result_whatever_unused_slots_hold(content, order, row, unused):
     batch = random_batch(21, dtype=BF16, num_layers=2, **LONG)
     fill_unused(batch, UNUSED[unused])
-    check(monkeypatch, batch, ROWS[row], layer=1, content=content, order=order)
+    attention.check(batch, layer=1, content=content, order=order, **planned(ROWS[row]))
 
 
 FEATURES = {
@@ -74,17 +66,16 @@ FEATURES = {
 
 @pytest.mark.parametrize("unused", ["NaN", "finite"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_haste_and_descriptors_with_every_mask(monkeypatch, feature, unused):
+def test_haste_and_descriptors_with_every_mask(feature, unused):
     batch = random_batch(22, dtype=BF16, **LONG)
     fill_unused(batch, UNUSED[unused])
-    check(monkeypatch, batch, ROWS["descriptors"], **FEATURES[feature])
+    attention.check(batch, **planned(ROWS["descriptors"]), **FEATURES[feature])
 
 
 @pytest.mark.parametrize("row", ["pointers", "descriptors"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_key_that_only_later_queries_see_spoils_them_alone_also_in_haste(monkeypatch, row, poison):
-    use_row(monkeypatch, ROWS[row])
-    attention.check_a_spoilt_key(poison, prepare=lambda batch: fill_unused(batch, 1.0))
+def test_a_key_that_only_later_queries_see_spoils_them_alone_also_in_haste(row, poison):
+    attention.check_a_spoilt_key(poison, prepare=lambda batch: fill_unused(batch, 1.0), **planned(ROWS[row]))
 
 
 def descriptor_of(*, content="packed", order="LBHNC", block_size=64, dtype=BF16, head_size=128, arch="sm_90", **changes):

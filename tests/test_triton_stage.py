@@ -26,35 +26,31 @@ LONG = {"max_query_len": 40, "max_seq_len": 100}
 ROW = TiledRow(16, 16, 1, 1, hasty=True, sums=4, descriptors=True, stage=1)
 
 
-def check(monkeypatch, batch, **options):
-    plan, plans = plan_paged_attention, []
-
-    def planned(*args, **named):
-        plans.append(plan(*args, **named, tiled=ROW, split=SPLIT))
-        return plans[-1]
-
-    monkeypatch.setattr(attention, "plan_paged_attention", planned)
-    attention.check(batch, **options)
-    stage, tiled = plans[0].launches[:2]
+def goes_over_a_copy(program):
+    stage, tiled = program.launches[:2]
     assert stage.kernel == STAGE_KERNEL
     assert {arg.buffer for arg in tiled.args if isinstance(arg, Descriptor)} == {"staged"}
     assert "cache" not in tiled.args
 
 
+def check(batch, **options):
+    attention.check(batch, rows={"tiled": ROW, "split": SPLIT}, look=goes_over_a_copy, **options)
+
+
 @pytest.mark.parametrize("content, order", [(c, o) for c in ("xpacked", "xpacked_interleaved_v", "shuffled") for o in ("LBHNC", "LHBNC")])
-def test_pages_of_every_layout_in_vectors(monkeypatch, content, order):
-    check(monkeypatch, random_batch(31, dtype=BF16, num_layers=2, **LONG), layer=1, content=content, order=order)
+def test_pages_of_every_layout_in_vectors(content, order):
+    check(random_batch(31, dtype=BF16, num_layers=2, **LONG), layer=1, content=content, order=order)
 
 
 @pytest.mark.parametrize("query, cache", [(BF16, E4M3), (BF16, E5M2), (F16, E4M3Z), (F16, E5M2Z)], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("scales", ["layer", "head"])
-def test_pages_in_fp8_with_the_scales_of_their_layer(monkeypatch, query, cache, scales):
-    check(monkeypatch, random_batch(32, dtype=query, cache_dtype=cache, num_layers=2, scales=scales, **LONG), layer=1)
+def test_pages_in_fp8_with_the_scales_of_their_layer(query, cache, scales):
+    check(random_batch(32, dtype=query, cache_dtype=cache, num_layers=2, scales=scales, **LONG), layer=1)
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3], ids=lambda d: np.dtype(d).name)
-def test_a_negative_scale_of_the_scores(monkeypatch, cache):
-    check(monkeypatch, random_batch(35, dtype=BF16, cache_dtype=cache, **LONG), scale=-0.2, content="xpacked")
+def test_a_negative_scale_of_the_scores(cache):
+    check(random_batch(35, dtype=BF16, cache_dtype=cache, **LONG), scale=-0.2, content="xpacked")
 
 
 @pytest.mark.parametrize(
@@ -66,13 +62,13 @@ def test_a_negative_scale_of_the_scores(monkeypatch, cache):
     ],
 )
 @pytest.mark.parametrize("kind", ["mixed", "prefill", "chunked"])
-def test_masks_and_sequences_of_every_kind(monkeypatch, kind, options):
-    check(monkeypatch, random_batch(33, kind=kind, dtype=BF16, cache_dtype=E4M3, max_seq_len=150, max_query_len=70), **options)
+def test_masks_and_sequences_of_every_kind(kind, options):
+    check(random_batch(33, kind=kind, dtype=BF16, cache_dtype=E4M3, max_seq_len=150, max_query_len=70), **options)
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 128])
-def test_pages_of_any_size(monkeypatch, block_size):
-    check(monkeypatch, random_batch(34, dtype=BF16, block_size=block_size, **LONG), content="xpacked")
+def test_pages_of_any_size(block_size):
+    check(random_batch(34, dtype=BF16, block_size=block_size, **LONG), content="xpacked")
 
 
 def launches(*, num_seqs=1, max_query_len=4096, table_width=64, query="bfloat16", arch="sm_90", **spec):
