@@ -7,47 +7,10 @@ the bits that separate calls do.
 import triton
 import triton.language as tl
 
-from .rotary import head_rows, load_cos_sin, load_head, load_pairs, load_rest, rotate, store_turned
-from .slots import round_to, side_scale, slot_offsets, store_channels, to_stored
+from .rotary import head_rows, load_cos_sin, load_head, normed_head, rotate, rotate_heads, store_turned
+from .slots import side_scale, slot_offsets, store_channels, to_stored
 from .tiles import side_base
 from .writers import load_rows, write_rows
-
-
-@triton.jit
-def normed_head(
-    first,
-    second,
-    rest,
-    weight,
-    NEOX: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    EPS: tl.constexpr,
-    KIND: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """`load_head`'s (first, second) as float32, and rest, which nothing turns, in its own dtype and untouched: a NaN keeps its bits.
-
-    Where there is a weight, of round(x * rsqrt(mean(x^2) + EPS) * weight).
-    """
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    if weight is not None:
-        squares = tl.sum(first * first + second * second, 1)
-        if REST_PAD > 0:
-            wide_rest = rest.to(tl.float32)
-            squares += tl.sum(wide_rest * wide_rest, 1)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD_SIZE * 1.0) + EPS))[:, None]
-        weights = weight + tl.zeros([1], tl.int32)
-        always = tl.full([1], True, tl.int1)
-        first_weight, second_weight = load_pairs(weights, always, NEOX, HALF, HALF_PAD)
-        first = round_to(first * inverse * first_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
-        second = round_to(second * inverse * second_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
-        if REST_PAD > 0:
-            rest_weight = load_rest(weights, always, 2 * HALF, HEAD_SIZE, REST_PAD).to(tl.float32)
-            rest = round_to(wide_rest * inverse * rest_weight, KIND, INTERPRETED)
-    return first, second, rest
 
 
 @triton.jit
@@ -144,23 +107,12 @@ def rope_update_kernel(
     token = program // GROUPS * TOKENS + tl.arange(0, TOKENS)
     is_token = token < num_tokens
     if group < Q_GROUPS:
-        rows, ok = head_rows(query, token, group * HEADS, num_tokens, NUM_HEADS, Q_ROW, HEAD_SIZE)
-        ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
-        cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, SECTION, INTERLEAVED)
-        for i in tl.static_range(HEADS):
-            head = group * HEADS + i
-            first, second, rest = ahead
-            if i + 1 < HEADS:
-                rows, ok = head_rows(query, token, head + 1, num_tokens, NUM_HEADS, Q_ROW, HEAD_SIZE)
-                ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
-            first, second, rest = normed_head(
-                first, second, rest, q_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, Q_KIND, INTERPRETED
-            )  # fmt: skip
-            first, second = rotate(first, second, cos, sin, Q_KIND, INTERPRETED)
-            to, is_row = head_rows(q_out, token, head, num_tokens, NUM_HEADS, NUM_HEADS * HEAD_SIZE, HEAD_SIZE)
-            store_turned(to, is_row, first, second, rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
+        rotate_heads(
+            q_out, query, q_weight, token, group * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_HEADS, Q_ROW, HEAD_SIZE, NEOX, HALF,
+            HALF_PAD, REST_PAD, NUM_POSITIONS, SECTION, INTERLEAVED, EPS, Q_KIND, INTERPRETED,
+        )  # fmt: skip
     else:
-        # Names of their own: Triton joins what both branches name, and keys may have another dtype than queries.
+        # As `rotate_heads`, with each head's value beside it and both into the cache.
         k_head = (group - Q_GROUPS) * HEADS
         k_rows, k_ok = head_rows(key + K_START, token, k_head, num_tokens, NUM_KV_HEADS, K_ROW, HEAD_SIZE)
         k_ahead = load_head(k_rows, k_ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)

@@ -1,4 +1,4 @@
-"""Rotary embedding: one head of a block of tokens, on the device, and the kernel that rotates queries and keys without a cache.
+"""Rotary embedding: one head of a block of tokens, on the device, after a norm if asked, and the kernel that rotates without a cache.
 
 A head is held as its rotated pairs, two tiles [tokens, HALF_PAD] of first and second members, and the channels past rotary_dim as a third.
 NEOX pairs channel j with j + HALF, GPT-J 2j with 2j + 1; both load and store 128 bits at a time.
@@ -151,9 +151,47 @@ def head_rows(base, token, head, num_tokens, HEADS: tl.constexpr, ROW: tl.conste
 
 
 @triton.jit
+def normed_head(
+    first,
+    second,
+    rest,
+    weight,
+    NEOX: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    EPS: tl.constexpr,
+    KIND: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """`load_head`'s (first, second) as float32, and rest, which nothing turns, in its own dtype and untouched: a NaN keeps its bits.
+
+    Where there is a weight, of round(x * rsqrt(mean(x^2) + EPS) * weight).
+    """
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(first * first + second * second, 1)
+        if REST_PAD > 0:
+            wide_rest = rest.to(tl.float32)
+            squares += tl.sum(wide_rest * wide_rest, 1)
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD_SIZE * 1.0) + EPS))[:, None]
+        weights = weight + tl.zeros([1], tl.int32)
+        always = tl.full([1], True, tl.int1)
+        first_weight, second_weight = load_pairs(weights, always, NEOX, HALF, HALF_PAD)
+        first = round_to(first * inverse * first_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
+        second = round_to(second * inverse * second_weight.to(tl.float32), KIND, INTERPRETED).to(tl.float32)
+        if REST_PAD > 0:
+            rest_weight = load_rest(weights, always, 2 * HALF, HEAD_SIZE, REST_PAD).to(tl.float32)
+            rest = round_to(wide_rest * inverse * rest_weight, KIND, INTERPRETED)
+    return first, second, rest
+
+
+@triton.jit
 def rotate_heads(
     out,
     base,
+    weight,
     token,
     head,
     num_tokens,
@@ -161,26 +199,33 @@ def rotate_heads(
     cos_sin,
     COUNT: tl.constexpr,
     HEADS: tl.constexpr,
+    ROW: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     NEOX: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
     NUM_POSITIONS: tl.constexpr,
+    SECTION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EPS: tl.constexpr,
     KIND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """COUNT heads from `head` on, without a norm."""
-    rows, ok = head_rows(base, token, head, num_tokens, HEADS, HEADS * HEAD_SIZE, HEAD_SIZE)
+    """COUNT heads from `head` on, of HEADS in rows of ROW elements, after the norm where there is a weight."""
+    rows, ok = head_rows(base, token, head, num_tokens, HEADS, ROW, HEAD_SIZE)
     ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
     is_token = token < num_tokens
-    cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, (), False)
+    cos, sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, SECTION, INTERLEAVED)
     for i in tl.static_range(COUNT):
         first, second, rest = ahead
         if i + 1 < COUNT:
-            rows, ok = head_rows(base, token, head + i + 1, num_tokens, HEADS, HEADS * HEAD_SIZE, HEAD_SIZE)
+            rows, ok = head_rows(base, token, head + i + 1, num_tokens, HEADS, ROW, HEAD_SIZE)
             ahead = load_head(rows, ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
-        first, second = rotate(first.to(tl.float32), second.to(tl.float32), cos, sin, KIND, INTERPRETED)
+        first, second, rest = normed_head(
+            first, second, rest, weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, KIND, INTERPRETED
+        )  # fmt: skip
+        first, second = rotate(first, second, cos, sin, KIND, INTERPRETED)
         to, is_row = head_rows(out, token, head + i, num_tokens, HEADS, HEADS * HEAD_SIZE, HEAD_SIZE)
         store_turned(to, is_row, first, second, rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
 
@@ -216,11 +261,11 @@ def rotary_kernel(
     token = program // GROUPS * TOKENS + tl.arange(0, TOKENS)
     if group < Q_GROUPS:
         rotate_heads(
-            q_out, query, token, group * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_HEADS, HEAD_SIZE, NEOX, HALF, HALF_PAD, REST_PAD,
-            NUM_POSITIONS, Q_KIND, INTERPRETED,
+            q_out, query, None, token, group * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_HEADS, NUM_HEADS * HEAD_SIZE, HEAD_SIZE,
+            NEOX, HALF, HALF_PAD, REST_PAD, NUM_POSITIONS, (), False, 0.0, Q_KIND, INTERPRETED,
         )  # fmt: skip
     else:
         rotate_heads(
-            k_out, key, token, (group - Q_GROUPS) * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_KV_HEADS, HEAD_SIZE, NEOX, HALF,
-            HALF_PAD, REST_PAD, NUM_POSITIONS, K_KIND, INTERPRETED,
+            k_out, key, None, token, (group - Q_GROUPS) * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_KV_HEADS,
+            NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, NEOX, HALF, HALF_PAD, REST_PAD, NUM_POSITIONS, (), False, 0.0, K_KIND, INTERPRETED,
         )  # fmt: skip
