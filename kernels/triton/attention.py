@@ -131,14 +131,15 @@ def paged_attention_tiled(
     key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, keys, CAUSAL, WINDOW)
     if BIAS_COLUMNS > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # biased tiles are loaded with care: their columns have an end
-    if FIXED:
+    SAME_KEYS: tl.constexpr = BIAS_COLUMNS == 0 and (TOKENS == 1 or (not CAUSAL and WINDOW == 0))
+    FIXED_HERE: tl.constexpr = FIXED and not SAME_KEYS
+    if FIXED_HERE:
         full_end = tl.maximum(full_end - 1, 0)  # the last key that every row sees is left to a masked tile
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
     if pages is not None:
         places = (matrix_place(layer_index, kv_head, K_SIDE), matrix_place(layer_index, kv_head, V_SIDE))
     else:
         places = (0, 0)
-    SAME_KEYS: tl.constexpr = BIAS_COLUMNS == 0 and (TOKENS == 1 or (not CAUSAL and WINDOW == 0))
     acc, mass, peak = attend_range(
         acc,
         mass,
@@ -164,7 +165,7 @@ def paged_attention_tiled(
         ok & (first + row_token < BIAS_ROWS),
         context,
         HASTY and not SAME_KEYS,
-        FIXED and HASTY and not SAME_KEYS,
+        FIXED_HERE,
         SUMS,
         SAME_KEYS,
         RELOAD_QUERY,

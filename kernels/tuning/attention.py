@@ -198,7 +198,7 @@ def narrowed(row: Row, arch: Arch, *, float32: bool, biased: bool = False, crowd
         if arch.vendor == "amd":
             row = replace(row, reload_query=64 if arch.matrix == "wmma" else 128)
         if isinstance(row, TiledRow):
-            return replace(row, rows=min(row.rows, most), num_stages=1, hasty=False, fixed_peak=False, sums=0)
+            return replace(row, rows=min(row.rows, most), num_stages=1, hasty=False, sums=0)
         return replace(row, max_rows=min(row.max_rows, most), num_stages=min(row.num_stages, 2), sums=0)
     if decoded and arch.vendor == "amd":
         row = replace(row, reload_query=min(row.reload_query or 256, 256), measured=None)
