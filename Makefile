@@ -12,7 +12,6 @@ TORCH = torch==2.13.0
 TORCH_INDEX ?=
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?= -n 2 --timeout 900
-LINKS = build/view/purepage
 
 .PHONY: demo test lint typecheck format clean
 
@@ -30,14 +29,8 @@ format: $(VENV)/has-tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-typecheck: $(VENV)/has-test $(VENV)/has-tools | links
+typecheck: $(VENV)/has-test $(VENV)/has-tools
 	$(BIN)/pyright --pythonpath $(BIN)/python
-
-# What the wheel makes of `package-dir`, as links: type checkers don't read pyproject.toml's.
-.PHONY: links
-links:
-	mkdir -p $(LINKS)
-	for name in bridges functional kernels src/purepage/*.py src/purepage/py.typed; do ln -sfn ../../../$$name $(LINKS)/; done
 
 $(VENV)/has-pip:
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found: install one, or say make PYTHON=/path/to/python"; exit 1; }

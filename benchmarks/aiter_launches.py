@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from purepage.bridges import aiter_package
-from purepage.kernels.tuning.archs import arch_facts
+from purepage.bridges.aiter import package as aiter_package
+from purepage.kernels.archs.arch import arch_facts
 
 from .cases import Case
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from purepage.functional.cache import CacheSpec
 from purepage.functional.errors import UnsupportedError
+from purepage.kernels.archs.arch import arch_facts
+from purepage.kernels.compile_check import Job, ResourceUsage, compile_for, jobs_of
 from purepage.kernels.launch import Program
-from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention, shared_bytes
-from purepage.kernels.triton.encoder_plan import EncoderShape, plan_encoder_attention
-from purepage.kernels.triton.merge_plan import MergeShape, plan_merge
-from purepage.kernels.triton.writers_plan import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
-from purepage.kernels.tuning.archs import arch_facts
-from purepage.kernels.verify import Job, Needs, compile_for, jobs_of
+from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention, shared_bytes
+from purepage.kernels.plans.encoder import EncoderShape, plan_encoder_attention
+from purepage.kernels.plans.merge import MergeShape, plan_merge
+from purepage.kernels.plans.writers import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "amd_isa"
@@ -228,7 +228,7 @@ VARIANTS: Mapping[str, Callable[[str], Program]] = {
 class Row:
     variant: str
     job: Job
-    needs: Needs
+    needs: ResourceUsage
 
 
 def _planned(plan: Callable[[str], Program], arch: str) -> Program:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from purepage.kernels.verify import LOADS
+from purepage.kernels.compile_check import LOADS
 
 _LABEL = re.compile(r"^(\.LBB\w+):")
 _LINE = re.compile(r"^\s+([a-z]\w+)\s*([^;]*)")

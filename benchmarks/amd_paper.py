@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from purepage.bridges import aiter_package
+from purepage.bridges.aiter import package as aiter_package
 from purepage.functional.cache import CacheSpec
-from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
-from purepage.kernels.tuning.archs import arch_facts
-from purepage.kernels.verify import SIMDS, Needs, compile_job, jobs_of, read_needs
+from purepage.kernels.archs.arch import arch_facts
+from purepage.kernels.compile_check import SIMDS, ResourceUsage, compile_job, jobs_of, read_usage
+from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
 
 from . import amd_paper_text
 from .aiter_launches import compile_recorded, launches_of
@@ -83,7 +83,7 @@ class Kernel:
 
     contender: str
     case: Case
-    needs: Needs
+    needs: ResourceUsage
     rows: int
     tile: int
     stages: int
@@ -122,7 +122,7 @@ def ours(case: Case, arch: str) -> Iterator[Kernel]:
         name = launch.kernel.partition(":")[2]
         if not case.is_decode and name != "paged_attention_tiled":
             continue  # it finds no sequence short enough
-        needs = read_needs(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
+        needs = read_usage(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
         whole_tile = 2 * constants["TILE"] * spec.head_size * spec.dtype.itemsize
         body = tuple(main_loop(compiled.asm["amdgcn"], whole_tile // (launch.num_warps * arch_facts(arch).wave_size)))
         yield Kernel("purepage", case, needs, constants["ROWS"], constants["TILE"], launch.num_stages, math.prod(launch.grid), body)
@@ -134,7 +134,7 @@ def aiter(case: Case, arch: str) -> Iterator[Kernel]:
         return
     for launch in launches_of(case, arch, native_fp8(arch)):
         compiled, given = compile_recorded(launch, arch), launch.given
-        needs = read_needs(compiled, kernel=launch.name, arch=arch, num_warps=given["num_warps"])
+        needs = read_usage(compiled, kernel=launch.name, arch=arch, num_warps=given["num_warps"])
         busy = math.prod(launch.grid)
         if case.is_decode and "BLOCK_M" in given:  # a grid for any lengths: most of it finds no query
             busy = len(case.lengths) * case.num_kv_heads * given.get("NUM_SEGMENTS_PER_SEQ", 1)
@@ -151,7 +151,7 @@ class Residency:
     waves_per_simd: float
 
 
-def residency(needs: Needs, part: Part, busy: int) -> Residency:
+def residency(needs: ResourceUsage, part: Part, busy: int) -> Residency:
     waves = min(MOST_WAVES, VGPRS // (-(-needs.vgprs // GRANULE) * GRANULE)) * SIMDS
     room = waves // needs.num_warps
     if needs.lds_bytes:

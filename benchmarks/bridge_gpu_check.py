@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "bridges"))
 
 import bridge_kernels as kernels
 
 from purepage.bridges import callback, dlpack, jax_triton
 from purepage.bridges.arch import default_arch
-from purepage.bridges.run import run
+from purepage.bridges.execute import run
 
 ON_GPU = jax.default_backend() != "cpu"
 ROWS, WIDTH = 64, 1024

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/kernels_torch.py [--only prefill decode check] [--quick] [--json FILE]
 
-Needs a GPU, torch, triton and jax (on the CPU, for the cache's types only). Every figure is the median of CUDA-graph replays.
+ResourceUsage a GPU, torch, triton and jax (on the CPU, for the cache's types only). Every figure is the median of CUDA-graph replays.
 """
 
 import argparse
@@ -21,10 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import torch
 
 from purepage.functional.cache import CacheSpec
+from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor
-from purepage.kernels.triton.attention_plan import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
 from purepage.kernels.triton.run import compile_options, empty_tensor, kernel_of, launch_torch, tensor_descriptor
-from purepage.kernels.tuning.attention import SplitRow, TiledRow
 
 
 @dataclass(frozen=True)
@@ -280,29 +280,29 @@ PREFILL = [
 ]
 
 TILED_VARIANTS = [
-    TiledRow(128, 64, 4, 2),
-    TiledRow(128, 64, 4, 3),
-    TiledRow(128, 64, 8, 2),
-    TiledRow(128, 64, 8, 3),
-    TiledRow(128, 128, 8, 2),
-    TiledRow(128, 128, 4, 2),
-    TiledRow(64, 64, 4, 2),
-    TiledRow(64, 64, 4, 3),
-    TiledRow(64, 128, 4, 2),
-    TiledRow(256, 64, 8, 2),
+    PrefillConfig(128, 64, 4, 2),
+    PrefillConfig(128, 64, 4, 3),
+    PrefillConfig(128, 64, 8, 2),
+    PrefillConfig(128, 64, 8, 3),
+    PrefillConfig(128, 128, 8, 2),
+    PrefillConfig(128, 128, 4, 2),
+    PrefillConfig(64, 64, 4, 2),
+    PrefillConfig(64, 64, 4, 3),
+    PrefillConfig(64, 128, 4, 2),
+    PrefillConfig(256, 64, 8, 2),
 ]
 
 SPLIT_VARIANTS = [
-    SplitRow(64, 4, 3, 2, 128),
-    SplitRow(64, 4, 2, 2, 128),
-    SplitRow(64, 4, 3, 3, 128),
-    SplitRow(64, 4, 2, 4, 128),
-    SplitRow(128, 4, 2, 2, 128),
-    SplitRow(128, 4, 3, 1, 128),
-    SplitRow(128, 8, 2, 1, 128),
-    SplitRow(32, 4, 4, 4, 128),
-    SplitRow(64, 2, 3, 3, 128),
-    SplitRow(64, 4, 3, 6, 128),
+    DecodeConfig(64, 4, 3, 2, 128),
+    DecodeConfig(64, 4, 2, 2, 128),
+    DecodeConfig(64, 4, 3, 3, 128),
+    DecodeConfig(64, 4, 2, 4, 128),
+    DecodeConfig(128, 4, 2, 2, 128),
+    DecodeConfig(128, 4, 3, 1, 128),
+    DecodeConfig(128, 8, 2, 1, 128),
+    DecodeConfig(32, 4, 4, 4, 128),
+    DecodeConfig(64, 2, 3, 3, 128),
+    DecodeConfig(64, 4, 3, 6, 128),
 ]
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import purepage as pp
 from benchmarks.inputs import Inputs
 from benchmarks.timing import on_gpu
-from purepage.bridges.run import using_bridge
+from purepage.bridges.execute import using_bridge
 
 
 class Unavailable(Exception):
@@ -256,7 +256,7 @@ def torch_flex(inputs: Inputs) -> TorchCall:
 def aiter(contiguous: bool) -> Callable[[Inputs], TorchCall]:
     def build(inputs: Inputs) -> TorchCall:
         """AITER's Triton unified_attention on purepage's own packed buffer, or on keys and values that lie apart."""
-        from purepage.bridges import aiter_package
+        from purepage.bridges.aiter import package as aiter_package
 
         if aiter_package.root() is None:
             raise Unavailable("amd-aiter is not installed")

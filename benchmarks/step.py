@@ -14,7 +14,7 @@ import purepage as pp
 from benchmarks.measure import Row, guarded, release_memory
 from benchmarks.peers import Unavailable, to_torch
 from benchmarks.timing import counted_python, on_gpu, time_torch
-from purepage.bridges.run import using_bridge
+from purepage.bridges.execute import using_bridge
 
 LAYERS, SEQS, CONTEXT, HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 4096, 32, 8, 128, 64
 TINY = {"layers": 2, "seqs": 2, "context": 40, "heads": 4, "kv_heads": 2, "size": 32, "block": 16}
@@ -184,8 +184,8 @@ def _address(cache: pp.KVCache) -> int:
 
 def _kernels_alone(cache: pp.KVCache, rest: Row) -> Row:
     """The same launches, layer by layer, replayed from one CUDA graph without JAX. They write the step's tokens into the cache again."""
-    from purepage.bridges.shapes import OPERATIONS
     from purepage.bridges.triton import program_of
+    from purepage.bridges.triton_calls import OPERATIONS
     from purepage.functional.attention import paged_attention_call
     from purepage.functional.calls import RopeUpdateCall
     from purepage.kernels.triton.run import empty_tensor, launch_torch

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ..kernels.tuning.archs import ARCHS
+from ..kernels.archs.arch import ARCHS
 
 _WAVE64 = ("gfx9",)
 """CDNA and GCN run 64 threads a wave; RDNA (gfx10 and up, gfx1250 too) runs 32."""

@@ -58,8 +58,8 @@ def run_program(program: Program, arrays: Mapping[str, Array], *, command_buffer
     platform = jax.default_backend()
     _prepare(program, platform)
     names = [name for name, _ in program.inputs]
-    by_name = dict(program.inputs)
-    results = [*(buffer for _, buffer in program.outputs), *(by_name[name] for name in program.updates), *(b for _, b in program.scratch)]
+    explicit = dict(program.inputs)
+    results = [*(buffer for _, buffer in program.outputs), *(explicit[name] for name in program.updates), *(b for _, b in program.scratch)]
     aliases = {names.index(name): len(program.outputs) + i for i, name in enumerate(program.updates)}
     out = _call(_ProgramBody(program), inputs, [_struct(b) for b in results], aliases, command_buffer)
     return out[: len(program.outputs) + len(program.updates)]

@@ -15,7 +15,7 @@ from ..functional.config import is_array
 from ..functional.errors import bad_type, bad_value
 from ..kernels.launch import Buffer, Launch, Program
 from .arch import Arch, assuming_arch, default_arch, named_arch
-from .run import chosen_bridge
+from .execute import chosen_bridge
 
 TILE_CONSTANTS = ("ROWS", "TOKENS", "HEADS", "TILE", "SPLIT_TOKENS", "PROGRAMS", "PARTS", "COMPUTE", "HARDWARE_FP8")
 """Constants of a launch that say how the work is cut; the others restate the call."""
@@ -132,7 +132,7 @@ def explain(
         positional, named = jax.tree.unflatten(caches, filled)
         function(*positional, **named)
 
-    with assuming_arch(where), dispatch.watched_by(watch):
+    with assuming_arch(where), dispatch.intercept(watch):
         jax.eval_shape(shapes_only, [leaves[place] for place in traced])
     return Explanation(where, tuple(found))
 
@@ -150,7 +150,7 @@ def _abstract_cache(spec: CacheSpec) -> KVCache:
 
 
 def _choice(operation: str, call: Any, asked: str | None, arch: Arch) -> Choice:
-    refusals = {name: dispatch.refusals(operation, call, name, by_name=name == asked) for name in dispatch.IMPLEMENTATIONS}
+    refusals = {name: dispatch.refusals(operation, call, name, explicit=name == asked) for name in dispatch.IMPLEMENTATIONS}
     candidates = [asked] if asked is not None else list(dispatch.IMPLEMENTATIONS)
     chosen = next((name for name in candidates if not refusals[name]), None)
     program = None

@@ -14,11 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from ..functional.attention import paged_attention
+from ..functional.cache_writers import update_cache
 from ..functional.dispatch import IMPLEMENTATIONS
 from ..functional.errors import UnsupportedError
-from ..functional.fused import rope_and_update_cache
+from ..functional.fused_writers import rope_and_update_cache
 from ..functional.testing import assert_close, random_batch, reference_rope
-from ..functional.writers import update_cache
 from .arch import Arch, default_arch
 
 PASSED, FAILED, REFUSED = "passed", "failed", "refused"

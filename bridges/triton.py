@@ -22,21 +22,21 @@ from ..functional.calls import (
 from ..functional.errors import UnsupportedError
 from ..kernels.launch import Program
 from .arch import Arch, default_arch
-from .run import run
-from .shapes import OPERATIONS
+from .execute import run
+from .triton_calls import OPERATIONS
 
 INTERPRETER_VARIABLE = "TRITON_INTERPRET"
 INTERPRETER_HINT = f"set {INTERPRETER_VARIABLE}=1 in the environment before the first call"
 
 
-def refusals(operation: str, call: Any, by_name: bool) -> tuple[str, ...]:
+def refusals(operation: str, call: Any, explicit: bool) -> tuple[str, ...]:
     """Why Triton can't serve this call here; see `purepage.functional.dispatch`."""
     missing = [package for package in ("triton", "torch") if importlib.util.find_spec(package) is None]
     if missing:
         return (f"needs {' and '.join(missing)}, not installed here: pip install 'purepage[triton]'",)
     arch = default_arch()
     if arch.platform == "cpu":
-        if not by_name:
+        if not explicit:
             return ("runs on a CPU only through Triton's interpreter, which is for tests: ask for it by name",)
         if os.environ.get(INTERPRETER_VARIABLE) != "1":
             return (f"runs on a CPU only through Triton's interpreter: {INTERPRETER_HINT}",)

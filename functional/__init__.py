@@ -4,18 +4,18 @@ Types (`CacheSpec`, `KVCache`, `AttentionMetadata`, `AttentionConfig`), function
 imports Triton, torch or a GPU library: an implementation is resolved by name when it is first chosen (see `dispatch`).
 """
 
-from . import rocm_aiter_unified_attn, rocm_attn
 from .attention import encoder_attention, paged_attention
-from .blocks import Blocks, convert_cache, copy_blocks, gather_blocks, scatter_blocks
+from .backends import rocm_aiter_unified_attn, rocm_attn
+from .backends.capabilities import Capabilities
+from .block_ops import Blocks, convert_cache, copy_blocks, gather_blocks, scatter_blocks
 from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, init_cache
-from .capabilities import Capabilities
+from .cache_writers import update_cache
 from .cascade import cascade_attention, merge_attention_states
 from .config import AttentionConfig, AttentionType
 from .errors import UnsupportedError
-from .fused import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
+from .fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
 from .metadata import AttentionMetadata, make_metadata, validate_metadata
 from .rotary import rotary_embedding
-from .writers import update_cache
 
 __all__ = [
     "AttentionConfig",

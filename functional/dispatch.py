@@ -1,6 +1,6 @@
 """Which implementation serves a call.
 
-An implementation is a module with one function per operation that it has, and `refusals(operation, call, by_name)`, which says why it can't
+An implementation is a module with one function per operation that it has, and `refusals(operation, call, explicit)`, which says why it can't
 serve a call (an empty tuple: it can). Modules are imported when first considered, so the functional core needs neither torch nor triton.
 """
 
@@ -27,7 +27,7 @@ _WATCHER: ContextVar[Watcher | None] = ContextVar("purepage_watcher", default=No
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
+def intercept(watcher: Watcher) -> Iterator[None]:
     """Inside, every `run` first calls `watcher(operation, call, implementation)`, and runs the implementation that it returns."""
     token = _WATCHER.set(watcher)
     try:
@@ -46,10 +46,10 @@ def _module(name: str) -> ModuleType | None:
         return None
 
 
-def refusals(operation: str, call: Any, implementation: str, *, by_name: bool) -> tuple[str, ...]:
+def refusals(operation: str, call: Any, implementation: str, *, explicit: bool) -> tuple[str, ...]:
     """Why `implementation` can't serve `call`, one reason an entry; empty where it can.
 
-    `by_name` is False when the caller left the choice to us: then an implementation also declines what it can do but should not be picked
+    `explicit` is False when the caller left the choice to us: then an implementation also declines what it can do but should not be picked
     for, such as kernels through an interpreter.
     """
     module = _module(implementation)
@@ -57,7 +57,7 @@ def refusals(operation: str, call: Any, implementation: str, *, by_name: bool) -
         return ("not part of this installation",)
     if not hasattr(module, operation):
         return (f"has no kernel for {operation}",)
-    return tuple(module.refusals(operation, call, by_name))
+    return tuple(module.refusals(operation, call, explicit))
 
 
 def choose(operation: str, call: Any, implementation: str | None = None) -> str:
@@ -70,7 +70,7 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> str:
     if implementation is None:
         reasons = {}
         for name in IMPLEMENTATIONS:
-            reasons[name] = refusals(operation, call, name, by_name=False)
+            reasons[name] = refusals(operation, call, name, explicit=False)
             if not reasons[name]:
                 return name
         raise UnsupportedError(
@@ -78,10 +78,10 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> str:
         )
     if implementation not in IMPLEMENTATIONS:
         bad_value("implementation", implementation, f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    why = refusals(operation, call, implementation, by_name=True)
+    why = refusals(operation, call, implementation, explicit=True)
     if not why:
         return implementation
-    others = [name for name in IMPLEMENTATIONS if name != implementation and not refusals(operation, call, name, by_name=True)]
+    others = [name for name in IMPLEMENTATIONS if name != implementation and not refusals(operation, call, name, explicit=True)]
     able = f"{', '.join(others)} can" if others else "no other can either"
     raise UnsupportedError(f"{implementation} can't serve this {operation}: {', '.join(why)}; {able}")
 

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float
 from . import dispatch
 from .attention import paged_attention_call
 from .cache import CacheSpec, KVCache, init_cache
+from .cache_writers import update_cache
 from .calls import PagedAttentionCall
 from .cascade import merge_attention_states, sequence_of_tokens
 from .fp8 import quantize
 from .metadata import AttentionMetadata
-from .writers import update_cache
 
 ONE_PASS = "paged_attention_with_new_tokens"
 """The operation, a function of (PagedAttentionCall, key, value)."""
@@ -46,7 +46,7 @@ def attention_with_new_tokens(
     """
     call = paged_attention_call(query, cache, metadata, **options)
     chosen = dispatch.choose("paged_attention", call, implementation)
-    if dispatch.refusals(ONE_PASS, call, chosen, by_name=True):
+    if dispatch.refusals(ONE_PASS, call, chosen, explicit=True):
         return _two_parts(call, key, value, implementation)
     out, _ = dispatch.run(ONE_PASS, call, chosen, key, value)
     return out

@@ -62,7 +62,7 @@ def test_all_is_sorted_and_complete():
 def test_a_backend_is_one_module_however_it_is_reached(backend):
     module = importlib.import_module(f"purepage.{backend}")
     assert getattr(pp, backend) is module
-    behind = importlib.import_module(f"purepage.functional.{backend}")
+    behind = importlib.import_module(f"purepage.functional.backends.{backend}")
     assert module.__all__ == behind.__all__
     assert all(getattr(module, name) is getattr(behind, name) for name in behind.__all__)
     assert {*METHODS, "CAPABILITIES"} <= set(module.__all__)
@@ -107,7 +107,7 @@ def modules(package: str) -> list[str]:
 
 
 def test_the_functional_core_and_plain_jax_kernels_import_without_optional_packages():
-    names = [*modules("purepage.functional"), *modules("purepage.kernels.xla"), *modules("purepage.kernels.tuning")]
+    names = [*modules("purepage.functional"), *modules("purepage.kernels.xla"), *modules("purepage.kernels.archs")]
     assert len(names) > 20
     run(f"import importlib\nfor name in {names!r}: importlib.import_module(name)")
 

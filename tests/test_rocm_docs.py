@@ -13,8 +13,8 @@ import purepage as pp
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
-from purepage.bridges import aiter_rules
 from purepage.bridges import triton as bridge
+from purepage.bridges.aiter import rules as aiter_rules
 from purepage.bridges.arch import Arch
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from .common import uniform
+from .kv_block import LOG2E, key_bounds, side_base, tile_bounds
+from .kv_loop import attend_range
+from .output import block_rows, score_factor, start_rows, store_rows, store_zeros
 from .query import load_query
-from .ranges import attend_range
-from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
-from .tiles import LOG2E, key_bounds, side_base, tile_bounds
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def paged_attention_split(
     out,
     lse,
     part_acc,
-    part_mass,
-    part_peak,
+    part_sum,
+    part_max,
     query,
     cache,
     k_scale,
@@ -165,7 +165,7 @@ def paged_attention_split(
             q, factor, multiplier = load_query(
                 q_base, q_offsets, ok, scalar_factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD
             )
-            mass, peak = start_rows(sinks, head, ok, seg_lo, ROWS)
+            row_sum, row_max = start_rows(sinks, head, ok, seg_lo, ROWS)
             acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
             keys = context if CONTEXT_ONLY else kv_len
             key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, keys, CAUSAL, WINDOW)
@@ -176,10 +176,10 @@ def paged_attention_split(
             lo = lo + seg_lo
             full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
             full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-            acc, mass, peak = attend_range(
+            acc, row_sum, row_max = attend_range(
                 acc,
-                mass,
-                peak,
+                row_sum,
+                row_max,
                 q,
                 (q_base, q_offsets, ok, multiplier),
                 factor,
@@ -230,7 +230,9 @@ def paged_attention_split(
             )
             if seg_hi - seg_lo == count:
                 token = query_start.to(tl.int64) + row_token
-                store_rows(out, lse, token, head, ok, acc, mass, peak, value_scale, output_scale, NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND)
+                store_rows(
+                    out, lse, token, head, ok, acc, row_sum, row_max, value_scale, output_scale, NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND
+                )
             else:
                 # A part that starts with the share is the program's first, another one its last.
                 slot = part * 2 + (seq_begin + seg_lo != share_begin).to(tl.int32)
@@ -238,8 +240,8 @@ def paged_attention_split(
                 part_ok = row < SPLIT_TOKENS * HEADS
                 pointers = part_acc + part_row[:, None] * HEAD_SIZE + d[None, :]
                 tl.store(pointers, acc, mask=part_ok[:, None] & (d < HEAD_SIZE)[None, :])
-                tl.store(part_mass + part_row, mass, mask=part_ok)
-                tl.store(part_peak + part_row, peak, mask=part_ok)
+                tl.store(part_sum + part_row, row_sum, mask=part_ok)
+                tl.store(part_max + part_row, row_max, mask=part_ok)
         seq_begin += count
 
 
@@ -248,8 +250,8 @@ def paged_attention_reduce(
     out,
     lse,
     part_acc,
-    part_mass,
-    part_peak,
+    part_sum,
+    part_max,
     v_scale,
     query_start_loc,
     seq_lens,
@@ -313,7 +315,7 @@ def paged_attention_reduce(
         return
 
     ok = is_row & (row // HEADS < query_len)
-    mass, peak = start_rows(sinks, head, ok, count, ROWS)
+    row_sum, row_max = start_rows(sinks, head, ok, count, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     d = tl.arange(0, HEAD_PAD)
     for group in tl.range(first_part, tl.where(count > 0, last_part + 1, first_part), PARTS):
@@ -321,20 +323,20 @@ def paged_attention_reduce(
         slot = part * 2 + ((part == first_part) & (begin % share != 0)).to(tl.int32)
         part_row = (slot[:, None] * HEAD_BLOCKS + head_block) * ROW_COUNT + row[None, :]
         part_ok = (part <= last_part)[:, None] & is_row[None, :]
-        peaks = tl.load(part_peak + part_row, mask=part_ok, other=float("-inf"))
-        masses = tl.load(part_mass + part_row, mask=part_ok, other=0.0)
+        row_maxes = tl.load(part_max + part_row, mask=part_ok, other=float("-inf"))
+        row_sums = tl.load(part_sum + part_row, mask=part_ok, other=0.0)
         pointers = part_acc + part_row[:, :, None] * HEAD_SIZE + d[None, None, :]
         values = tl.load(pointers, mask=part_ok[:, :, None] & (d < HEAD_SIZE)[None, None, :], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        floor = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(peaks - floor[None, :])
-        decay = tl.exp2(peak - floor)
-        mass = mass * decay + tl.sum(masses * weights, 0)
-        acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], 0)
-        peak = new_peak
+        new_max = tl.maximum(row_max, tl.max(row_maxes, 0))
+        floor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(row_maxes - floor[None, :])
+        rescale = tl.exp2(row_max - floor)
+        row_sum = row_sum * rescale + tl.sum(row_sums * weights, 0)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
+        row_max = new_max
     if QUANTIZED:
         value_scale = tl.load(v_scale + tl.load(layer) * SCALE_HEADS + (kv_head if SCALE_HEADS > 1 else 0))
     else:
         value_scale = 1.0
     token = query_start.to(tl.int64) + row // HEADS
-    store_rows(out, lse, token, head, ok, acc, mass, peak, value_scale, output_scale, NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND)
+    store_rows(out, lse, token, head, ok, acc, row_sum, row_max, value_scale, output_scale, NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND)

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from .common import uniform
+from .kv_block import key_bounds, tile_bounds
+from .kv_loop import attend_range
+from .output import block_rows, score_factor, start_rows, store_rows, store_zeros
 from .query import load_query
-from .ranges import attend_range
-from .rows import block_rows, score_factor, start_rows, store_rows, store_zeros
-from .tiles import key_bounds, tile_bounds
 
 
 @triton.jit
@@ -79,17 +79,17 @@ def encoder_attention_kernel(
     q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
     q, factor, multiplier = load_query(q_base, q_offsets, ok, factor, KIND, COMPUTE, False, False, HEAD_SIZE, HEAD_PAD)
     source = (q_base, q_offsets, ok, multiplier)
-    mass, peak = start_rows(sinks, head, ok, 0, ROWS)
+    row_sum, row_max = start_rows(sinks, head, ok, 0, ROWS)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
 
     base = start.to(tl.int64) * (NUM_KV_HEADS * HEAD_SIZE) + kv_head * HEAD_SIZE
     SAME_KEYS: tl.constexpr = TOKENS == 1 or (not CAUSAL and WINDOW == 0)
     key_begin, key_end, full_begin, full_end = key_bounds(first, first + count - 1, length, CAUSAL, WINDOW)
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
-    acc, mass, peak = attend_range(
+    acc, row_sum, row_max = attend_range(
         acc,
-        mass,
-        peak,
+        row_sum,
+        row_max,
         q,
         source,
         factor,
@@ -137,4 +137,4 @@ def encoder_attention_kernel(
         AMD,
     )
     token = (start + first).to(tl.int64) + row_token
-    store_rows(out, None, token, head, ok, acc, mass, peak, 1.0, None, NUM_HEADS, HEAD_SIZE, HEAD_PAD, KIND)
+    store_rows(out, None, token, head, ok, acc, row_sum, row_max, 1.0, None, NUM_HEADS, HEAD_SIZE, HEAD_PAD, KIND)

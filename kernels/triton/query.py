@@ -25,7 +25,7 @@ def load_query(
     """
     d = tl.arange(0, HEAD_PAD)
     bits = tl.load(typed(query, KIND) + offsets[:, None] + d[None, :], mask=ok[:, None] & (d < HEAD_SIZE)[None, :], other=0)
-    # The running peak is taken before scaling, so a negative scale goes into the query: exact. On NVIDIA a query that was computed with
+    # The running row_max is taken before scaling, so a negative scale goes into the query: exact. On NVIDIA a query that was computed with
     # comes from registers to the product, one that was only loaded from shared memory, which is faster.
     if SIGNED:
         multiplier = tl.where(factor < 0, -1.0, 1.0)

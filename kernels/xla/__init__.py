@@ -22,6 +22,6 @@ __all__ = [
 ]
 
 
-def refusals(operation: str, call: Any, by_name: bool) -> tuple[str, ...]:
+def refusals(operation: str, call: Any, explicit: bool) -> tuple[str, ...]:
     """Nothing is refused."""
     return ()

@@ -179,7 +179,7 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     first_chunk = jnp.minimum(jnp.min(jnp.where(live, start // chunk, jnp.iinfo(jnp.int32).max)), end_chunk)
 
     def step(index, state, masked: bool):
-        peak, mass, out = state
+        row_max, row_sum, out = state
         keys = index * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
         key, value = problem.source.load(items, index, problem.dtype)
         scores = _dot("rhmd,rhcd->rhmc", query, key).reshape(count, heads, group, rows, chunk)
@@ -198,21 +198,21 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
             seen = live[:, None] & (keys >= start[:, None]) & (keys < stop[:, None])
             value = jnp.where(seen[:, None, :, None], value, 0)
 
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        base = jnp.where(new_peak == LOG_ZERO, 0.0, new_peak)
+        new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
+        base = jnp.where(new_max == LOG_ZERO, 0.0, new_max)
         weights = jnp.exp(scores - base[..., None])
-        decay = jnp.exp(peak - base)
-        mass = mass * decay + jnp.sum(weights, axis=-1)
-        out = out * decay[..., None] + _weighted_values(weights, value, keep)
-        return new_peak, mass, out
+        rescale = jnp.exp(row_max - base)
+        row_sum = row_sum * rescale + jnp.sum(weights, axis=-1)
+        out = out * rescale[..., None] + _weighted_values(weights, value, keep)
+        return new_max, row_sum, out
 
     shape = (count, heads, group, rows)
     if problem.sinks is None:
-        peak, mass = jnp.full(shape, LOG_ZERO, jnp.float32), jnp.zeros(shape, jnp.float32)
+        row_max, row_sum = jnp.full(shape, LOG_ZERO, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:
-        peak = jnp.broadcast_to(problem.sinks.reshape(1, heads, group, 1), shape)
-        mass = jnp.where(peak == LOG_ZERO, 0.0, 1.0)
-    state = vary_like((peak, mass, jnp.zeros((*shape, head_size), jnp.float32)), problem.varying)
+        row_max = jnp.broadcast_to(problem.sinks.reshape(1, heads, group, 1), shape)
+        row_sum = jnp.where(row_max == LOG_ZERO, 0.0, 1.0)
+    state = vary_like((row_max, row_sum, jnp.zeros((*shape, head_size), jnp.float32)), problem.varying)
     if rows > SMALL_QUERIES and platform == "cpu":
         # Chunks that every query sees whole: there is nothing to mask. The others lie before and after them.
         first_full, end_full = _full_chunks(problem, items, live, chunk)
@@ -224,12 +224,12 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
         def masked_step(index, state):
             return step(jnp.where(index < first_full, index, index + width), state, masked=True)
 
-        peak, mass, out = lax.fori_loop(first_chunk, end_chunk - width, masked_step, state)
+        row_max, row_sum, out = lax.fori_loop(first_chunk, end_chunk - width, masked_step, state)
     else:
-        peak, mass, out = lax.fori_loop(first_chunk, end_chunk, partial(step, masked=True), state)
+        row_max, row_sum, out = lax.fori_loop(first_chunk, end_chunk, partial(step, masked=True), state)
 
-    out = out / jnp.where(mass == 0, 1.0, mass)[..., None]  # without a visible key out is 0
-    lse = peak + jnp.log(mass)
+    out = out / jnp.where(row_sum == 0, 1.0, row_sum)[..., None]  # without a visible key out is 0
+    lse = row_max + jnp.log(row_sum)
     out = jnp.moveaxis(out, 3, 1).reshape(count, rows, num_heads, head_size)
     return out, jnp.moveaxis(lse, 3, 1).reshape(count, rows, num_heads)
 

@@ -1,4 +1,4 @@
-"""`purepage.functional.rocm_aiter_unified_attn` under its public name."""
+"""`purepage.functional.backends.rocm_aiter_unified_attn` under its public name."""
 
-from .functional.rocm_aiter_unified_attn import *  # noqa: F403
-from .functional.rocm_aiter_unified_attn import __all__, __doc__  # noqa: F401
+from .functional.backends.rocm_aiter_unified_attn import *  # noqa: F403
+from .functional.backends.rocm_aiter_unified_attn import __all__, __doc__  # noqa: F401

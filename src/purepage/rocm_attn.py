@@ -1,4 +1,4 @@
-"""`purepage.functional.rocm_attn` under its public name."""
+"""`purepage.functional.backends.rocm_attn` under its public name."""
 
-from .functional.rocm_attn import *  # noqa: F403
-from .functional.rocm_attn import __all__, __doc__  # noqa: F401
+from .functional.backends.rocm_attn import *  # noqa: F403
+from .functional.backends.rocm_attn import __all__, __doc__  # noqa: F401

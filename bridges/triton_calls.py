@@ -1,0 +1,253 @@
+"""What the Triton plans need to know of a call: its static shape, and the arrays that a program may name. One pair an operation."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..functional.cache import KVCache
+from ..functional.calls import (
+    EncoderAttentionCall,
+    MergeCall,
+    PagedAttentionCall,
+    QkNormRopeUpdateCall,
+    RopeUpdateCall,
+    RotaryCall,
+    UpdateCacheCall,
+)
+from ..kernels.launch import Program
+from ..kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from ..kernels.plans.encoder import EncoderShape, plan_encoder_attention
+from ..kernels.plans.merge import MergeShape, plan_merge
+from ..kernels.plans.writers import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How one operation is planned: what of a call is static, the plan of that, and the arrays that the program's inputs may name."""
+
+    shape: Callable[[Any], Any]
+    plan: Callable[..., Program]
+    arrays: Callable[[Any], Mapping[str, Array | None]]
+
+
+def _cache_shape(cache: KVCache) -> CacheShape:
+    return CacheShape(
+        spec=cache.local_spec,
+        dtype=_name(cache.data),
+        k_scale_per_head=cache.k_scale.ndim == 2,
+        v_scale_per_head=cache.v_scale.ndim == 2,
+    )
+
+
+def _cache_arrays(cache: KVCache, layer: Array) -> dict[str, Array]:
+    return {"cache": cache.data, "k_scale": cache.k_scale, "v_scale": cache.v_scale, "layer": jnp.reshape(layer, (1,))}
+
+
+def _name(array: Array) -> str:
+    return jnp.dtype(array.dtype).name
+
+
+def _vector(scalar: Array | None) -> Array | None:
+    """A scalar as an array of one element: a kernel reads it from memory."""
+    return None if scalar is None else jnp.reshape(scalar, (1,))
+
+
+def _paged_attention_shape(call: PagedAttentionCall) -> PagedAttentionShape:
+    metadata, cache = call.metadata, call.cache
+    return PagedAttentionShape(
+        num_tokens=call.query.shape[0],
+        num_seqs=metadata.seq_lens.shape[0],
+        num_heads=call.query.shape[1],
+        table_width=metadata.block_table.shape[1],
+        cache=cache.local_spec,
+        cache_dtype=_name(cache.data),
+        query_dtype=_name(call.query),
+        output_dtype=jnp.dtype(call.output_dtype).name,
+        max_query_len=metadata.max_query_len,
+        max_seq_len=metadata.max_seq_len,
+        causal=metadata.causal,
+        sliding_window=call.sliding_window,
+        logits_soft_cap=call.logits_soft_cap,
+        has_alibi=call.alibi_slopes is not None,
+        has_sinks=call.sinks is not None,
+        qq_bias=None if call.qq_bias is None else (call.qq_bias.shape[0], call.qq_bias.shape[1]),
+        has_score_scale=call.score_scale is not None,
+        scale=call.scale,
+        scales_per_head=cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2,
+        has_output_scale=call.output_scale is not None,
+        return_lse=call.return_lse,
+        context_only=call.context_only,
+    )
+
+
+def _paged_attention_arrays(call: PagedAttentionCall) -> dict[str, Array | None]:
+    metadata, arrays = call.metadata, _cache_arrays(call.cache, call.layer)
+    if call.cache.k_scale.ndim != call.cache.v_scale.ndim:  # the kernel reads both alike
+        heads = call.cache.local_spec.num_kv_heads
+        for name in ("k_scale", "v_scale"):
+            scale = arrays[name]
+            arrays[name] = scale if scale.ndim == 2 else jnp.broadcast_to(scale[:, None], (scale.shape[0], heads))
+    return {
+        **arrays,
+        "query": call.query,
+        "query_start_loc": _int32(metadata.query_start_loc),
+        "seq_lens": _int32(metadata.seq_lens),
+        "block_table": _int32(metadata.block_table),
+        "alibi_slopes": call.alibi_slopes,
+        "sinks": call.sinks,
+        "qq_bias": call.qq_bias,
+        "score_scale": _vector(call.score_scale),
+        "output_scale": _vector(call.output_scale),
+    }
+
+
+def _int32(array: Array) -> Array:
+    return array.astype(jnp.int32)
+
+
+def _update_shape(call: UpdateCacheCall) -> UpdateShape:
+    return UpdateShape(
+        num_tokens=call.key.shape[0],
+        cache=_cache_shape(call.cache),
+        key_dtype=_name(call.key),
+        value_dtype=_name(call.value),
+    )
+
+
+def _update_arrays(call: UpdateCacheCall) -> dict[str, Array]:
+    return {
+        **_cache_arrays(call.cache, call.layer),
+        "key": call.key,
+        "value": call.value,
+        "slot_mapping": _int32(call.slot_mapping),
+    }
+
+
+def _table(cos_sin_cache: Array) -> Array:
+    """float64 exists only where x64 is on; the maths is float32."""
+    return cos_sin_cache.astype(jnp.float32) if cos_sin_cache.dtype == jnp.float64 else cos_sin_cache
+
+
+def _rope_shape(call: RotaryCall | RopeUpdateCall) -> RopeShape:
+    writes = isinstance(call, RopeUpdateCall)
+    return RopeShape(
+        num_tokens=call.query.shape[0],
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        head_size=call.query.shape[2],
+        num_positions=call.cos_sin_cache.shape[0],
+        rotary_dim=call.cos_sin_cache.shape[1],
+        is_neox=call.is_neox,
+        query_dtype=_name(call.query),
+        key_dtype=_name(call.key),
+        value_dtype=_name(call.value) if writes else _name(call.key),
+        table_dtype=_name(_table(call.cos_sin_cache)),
+        cache=_cache_shape(call.cache) if writes else None,
+    )
+
+
+def _rotary_arrays(call: RotaryCall | RopeUpdateCall) -> dict[str, Array]:
+    return {
+        "query": call.query,
+        "key": call.key,
+        "positions": _int32(call.positions),
+        "cos_sin_cache": _table(call.cos_sin_cache),
+    }
+
+
+def _rope_update_arrays(call: RopeUpdateCall) -> dict[str, Array]:
+    return {
+        **_rotary_arrays(call),
+        **_cache_arrays(call.cache, call.layer),
+        "value": call.value,
+        "slot_mapping": _int32(call.slot_mapping),
+    }
+
+
+def _qk_norm_shape(call: QkNormRopeUpdateCall) -> RopeShape:
+    spec, dtype = call.cache.local_spec, _name(call.qkv)
+    return RopeShape(
+        num_tokens=call.qkv.shape[0],
+        num_heads=call.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        num_positions=call.cos_sin_cache.shape[0],
+        rotary_dim=call.cos_sin_cache.shape[1],
+        is_neox=call.is_neox,
+        query_dtype=dtype,
+        key_dtype=dtype,
+        value_dtype=dtype,
+        table_dtype=_name(_table(call.cos_sin_cache)),
+        cache=_cache_shape(call.cache),
+        eps=call.eps,
+        mrope_section=tuple(call.mrope_section or ()),
+        is_interleaved=call.is_interleaved,
+    )
+
+
+def _qk_norm_arrays(call: QkNormRopeUpdateCall) -> dict[str, Array]:
+    return {
+        **_cache_arrays(call.cache, call.layer),
+        "qkv": call.qkv,
+        "q_weight": call.q_weight.astype(jnp.float32),
+        "k_weight": call.k_weight.astype(jnp.float32),
+        "positions": _int32(call.positions),
+        "cos_sin_cache": _table(call.cos_sin_cache),
+        "slot_mapping": _int32(call.slot_mapping),
+    }
+
+
+def _encoder_shape(call: EncoderAttentionCall) -> EncoderShape:
+    return EncoderShape(
+        num_tokens=call.query.shape[0],
+        num_seqs=call.metadata.query_start_loc.shape[0] - 1,
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        head_size=call.query.shape[2],
+        dtype=_name(call.query),
+        max_query_len=call.metadata.max_query_len,
+        scale=call.scale,
+        causal=call.causal,
+        sliding_window=call.sliding_window,
+        logits_soft_cap=call.logits_soft_cap,
+        has_sinks=call.sinks is not None,
+        has_score_scale=call.score_scale is not None,
+    )
+
+
+def _encoder_arrays(call: EncoderAttentionCall) -> dict[str, Array | None]:
+    return {
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "query_start_loc": _int32(call.metadata.query_start_loc),
+        "sinks": call.sinks,
+        "score_scale": _vector(call.score_scale),
+    }
+
+
+def _merge_shape(call: MergeCall) -> MergeShape:
+    tokens, heads, size = call.out_a.shape
+    return MergeShape(num_tokens=tokens, num_heads=heads, head_size=size, dtype_a=_name(call.out_a), dtype_b=_name(call.out_b))
+
+
+def _merge_arrays(call: MergeCall) -> dict[str, Array]:
+    return {"out_a": call.out_a, "lse_a": call.lse_a, "out_b": call.out_b, "lse_b": call.lse_b}
+
+
+_QK_NORM = Operation(_qk_norm_shape, plan_rope, _qk_norm_arrays)
+
+OPERATIONS: Mapping[str, Operation] = {
+    "paged_attention": Operation(_paged_attention_shape, plan_paged_attention, _paged_attention_arrays),
+    "encoder_attention": Operation(_encoder_shape, plan_encoder_attention, _encoder_arrays),
+    "update_cache": Operation(_update_shape, plan_update_cache, _update_arrays),
+    "rotary_embedding": Operation(_rope_shape, plan_rope, _rotary_arrays),
+    "rope_and_update_cache": Operation(_rope_shape, plan_rope, _rope_update_arrays),
+    "qk_norm_rope_and_update_cache": _QK_NORM,
+    "qk_norm_mrope_and_update_cache": _QK_NORM,
+    "merge_attention_states": Operation(_merge_shape, plan_merge, _merge_arrays),
+}
+"""By the name of the public function."""

@@ -1,0 +1,478 @@
+"""Plans of paged attention: shapes in, launches out. ResourceUsage no Triton and no GPU."""
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from ...functional.cache import CacheSpec
+from ...functional.errors import UnsupportedError, bad_value
+from ..archs.arch import Arch, arch_facts, over_limits
+from ..archs.configs import SPLIT, TILED, DecodeConfig, PrefillConfig, narrowed, row_for, smaller
+from ..launch import Buffer, Descriptor, Launch, Program
+from .page_copy import on_the_copy, stage_launch, staged_constants, staged_shape
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+TILED_KERNEL = "purepage.kernels.triton.prefill:paged_attention_tiled"
+SPLIT_KERNEL = "purepage.kernels.triton.decode:paged_attention_split"
+REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAttentionShape:
+    """Everything static about a call of paged attention; hashable. Dtypes are names.
+
+    Attributes:
+      num_tokens, num_seqs, num_heads: T, S, Hq.
+      table_width: M, blocks of a row of the block table.
+      cache: spec of the cache at hand (under `shard_map` the shard's).
+      cache_dtype: dtype of the cache's buffer; None is `cache.storage_dtype`.
+      max_query_len, max_seq_len: upper bounds; `max_seq_len` None is the table's width.
+      qq_bias: shape of the bias, or None.
+      has_score_scale: an f32[1] that multiplies the scores is passed.
+      scales_per_head: `k_scale` and `v_scale` are [L, H], not [L].
+      context_only: only keys before this step's tokens are seen.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_heads: int
+    table_width: int
+    cache: CacheSpec
+    cache_dtype: str | None = None
+    query_dtype: str
+    output_dtype: str
+    max_query_len: int
+    max_seq_len: int | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    has_alibi: bool = False
+    has_sinks: bool = False
+    qq_bias: tuple[int, int] | None = None
+    has_score_scale: bool = False
+    scale: float
+    scales_per_head: bool = False
+    has_output_scale: bool = False
+    return_lse: bool = False
+    context_only: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.cache.num_kv_heads
+
+    @property
+    def head_pad(self) -> int:
+        return max(16, next_power_of_two(self.cache.head_size))
+
+    @property
+    def longest(self) -> int:
+        """Most keys of a sequence."""
+        width = self.table_width * self.cache.block_size
+        return width if self.max_seq_len is None else min(width, self.max_seq_len)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the matrix products: the narrowest that holds both operands exactly.
+
+        float16 holds every fp8 value, and converts faster than bfloat16; bfloat16 queries join it row by row, scaled by a power of two.
+        """
+        query, key = self.query_dtype, self.cache.dtype.name
+        if "float32" in (query, key):
+            return "float32"
+        if self.cache.is_quantized:
+            return "float16"
+        if query not in ITEMSIZE or query == key:
+            return key
+        return "float32"
+
+    @property
+    def row_factor(self) -> bool:
+        return self.compute_dtype == "float16" and self.query_dtype == "bfloat16"
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def channels_at_a_time(head_pad: int, row: PrefillConfig | DecodeConfig) -> int:
+    """How many channels of the query are loaded at a time, with every tile; 0 where it is kept."""
+    return row.reload_query if row.reload_query < head_pad else 0
+
+
+def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int, num_stages: int, reload_query: int = 0) -> int:
+    """Shared memory of a workgroup, from above: the query's rows, a key and a value tile a stage, scores on their way to a product."""
+    compute = ITEMSIZE[shape.compute_dtype]
+    stored = shape.cache.dtype.itemsize
+    # Tiles wait in shared memory as stored; one that must be converted goes through it a second time.
+    channels = reload_query or shape.head_pad
+    elements = tile * (channels + shape.head_pad)
+    converted = 0 if shape.cache.dtype.name == shape.compute_dtype else elements * compute
+    scores = rows * tile * (compute if shape.qq_bias is None else 4)  # a bias is added in float32
+    query, tiles = rows * channels * compute, num_stages * elements * stored + converted + scores
+    # On AMD the query only passes through on its way to registers, before the first tile comes.
+    together = max(query, tiles) if arch.vendor == "amd" else query + tiles
+    return together + together * arch.shared_padding // 16
+
+
+def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_of: Any) -> Any:
+    """`override` if it keeps the arch's limits (else ValueError), or the first of ever smaller configurations from `row` that does."""
+    candidate = row if override is None else override
+    while True:
+        why = over_limits(
+            arch,
+            shared_bytes=shared_bytes(
+                shape,
+                arch,
+                rows=rows_of(candidate),
+                tile=candidate.tile,
+                num_stages=candidate.num_stages,
+                reload_query=channels_at_a_time(shape.head_pad, candidate),
+            ),
+            num_warps=candidate.num_warps,
+        )
+        if why is None:
+            return candidate
+        if override is not None:
+            bad_value("tuning", override, f"within the limits of {arch.name}: {why}")
+        following = smaller(candidate)
+        if following is None:
+            raise UnsupportedError(f"triton: head size {shape.cache.head_size} does not fit {arch.name}: {why}")
+        candidate = following
+
+
+def refusals(shape: PagedAttentionShape, arch: str) -> tuple[str, ...]:
+    """Why the kernels can't serve this shape on `arch`; empty where they can."""
+    try:
+        plan_paged_attention(shape, arch)
+    except UnsupportedError as error:
+        return (str(error).removeprefix("triton: "),)
+    return ()
+
+
+def plan_paged_attention(
+    shape: PagedAttentionShape,
+    arch: str,
+    *,
+    num_cus: int | None = None,
+    tiled: PrefillConfig | None = None,
+    split: DecodeConfig | None = None,
+) -> Program:
+    """Launches of one call.
+
+    Args:
+      shape: what is static about the call.
+      arch: see `purepage.kernels.archs.arch`.
+      num_cus: compute units of the device; default: the arch's usual part.
+      tiled, split: tile sizes in place of the tables'.
+
+    Returns:
+      A program with inputs query, cache, k_scale, v_scale, query_start_loc, seq_lens, block_table, layer and those optional ones that the
+      shape has (alibi_slopes, sinks, qq_bias, score_scale, output_scale); outputs out and, if asked, lse.
+
+    Raises:
+      ValueError: an override passes a limit of the arch.
+      UnsupportedError: nothing is tuned for the arch, or no tile fits it.
+    """
+    facts = arch_facts(arch)
+    cus = num_cus or facts.num_cus
+    spec = shape.cache
+    inputs = _inputs(shape)
+    outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, spec.head_size), shape.output_dtype)}
+    if shape.return_lse:
+        outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
+
+    split_row = _fit(shape, facts, _row(SPLIT, shape, facts), split, lambda row: _split_rows(shape, row)[2])
+    split_tokens = _split_rows(shape, split_row)[1]
+    uses_tiled = shape.max_query_len > split_tokens
+    if uses_tiled and shape.num_seqs == 1:
+        split_tokens = 0  # the one sequence is a prefill
+    tiled_row = _fit(shape, facts, _row(TILED, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
+
+    names = {**inputs, **outputs}
+    common = _common_constants(shape, facts)
+    launches, scratch = [], {}
+    if shape.num_tokens:
+        staged = staged_shape(shape, tiled_row.stage) if uses_tiled and _pages(shape, tiled_row) is None else None
+        if staged is not None:
+            row = _fit(staged, facts, _row(TILED, staged, facts), tiled, lambda row: _tiled_rows(staged, row)[2])
+            stage, scratch = stage_launch(shape, staged, split_tokens, common)
+            constants = staged_constants(_common_constants(staged, facts), common)
+            launches += [stage, on_the_copy(_tiled_launch(staged, row, split_tokens, names, constants))]
+        elif uses_tiled:
+            launches.append(_tiled_launch(shape, tiled_row, split_tokens, names, common))
+        if split_tokens:
+            parts, more = _split_launches(shape, split_row, cus, names, common, zero_padding=not uses_tiled)
+            launches += parts
+            scratch |= more
+    return Program(
+        name="paged_attention",
+        inputs=tuple(inputs.items()),
+        outputs=tuple(outputs.items()),
+        updates=(),
+        scratch=tuple(scratch.items()),
+        launches=tuple(launches),
+    )
+
+
+def _hardware_fp8(shape: PagedAttentionShape, arch: Arch) -> bool:
+    return shape.cache.dtype.name in arch.fp8 and (shape.query_dtype in ITEMSIZE or shape.query_dtype in arch.fp8)
+
+
+def _row(tables: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
+    kind = "fp8" if shape.cache.is_quantized else ("descriptors" if _pitch(shape) else "")
+    row = row_for(tables, arch.name, shape.head_pad, kind=kind)
+    # float8_e5m2 is the upper half of a float16: decoding it takes no registers.
+    decoded = shape.cache.is_quantized and shape.cache.dtype.name != "float8_e5m2" and not _hardware_fp8(shape, arch)
+    straddles = shape.cache.block_size % row.tile != 0
+    crowded = shape.head_pad > 64 and (shape.has_alibi or straddles or shape.query_dtype not in ITEMSIZE)
+    float32, biased = shape.compute_dtype == "float32", shape.qq_bias is not None
+    return narrowed(row, arch, float32=float32, biased=biased, crowded=crowded, decoded=decoded)
+
+
+def _pitch(shape: PagedAttentionShape) -> int:
+    """Elements from a token to the next where the cache is a matrix with a token a row and a head a run of columns, else 0."""
+    sides = shape.cache.side_strides
+    pitch, heads = sides[0].token_outer, shape.cache.num_kv_heads
+    for side in sides:
+        across = side.head if side.head < pitch else 0  # heads side by side in a row, or each in rows of its own
+        together = (side.layer, side.block, 0 if across else side.head)
+        row_like = side.n_vector == side.d_vector == side.dim_outer == 1 and side.token_outer == pitch
+        if (
+            not row_like
+            or any(stride % pitch for stride in together)
+            or side.offset % pitch + across * (heads - 1) + shape.head_pad > pitch
+        ):
+            return 0
+    whole = shape.head_pad == shape.cache.head_size and shape.compute_dtype == shape.cache.dtype.name != "float32"
+    return pitch if whole and pitch * shape.cache.dtype.itemsize % 16 == 0 else 0
+
+
+def _pages(shape: PagedAttentionShape, row: PrefillConfig) -> Descriptor | None:
+    pitch = _pitch(shape) if row.descriptors else 0
+    if not pitch or shape.cache.block_size % row.tile:
+        return None
+    rows = math.prod(shape.cache.shape) // pitch
+    return Descriptor("cache", shape.cache.dtype.name, (rows, pitch), (row.tile, shape.head_pad)) if rows < 2**31 else None
+
+
+def sums_of(row: PrefillConfig | DecodeConfig) -> int:
+    return row.sums if row.sums and row.tile % row.sums == 0 else 0
+
+
+def edge_of(row: PrefillConfig | DecodeConfig) -> int:
+    return min(row.edge or row.tile, row.tile)
+
+
+def _tiled_rows(shape: PagedAttentionShape, row: PrefillConfig) -> tuple[int, int, int]:
+    """(heads of a group, query tokens, rows) of one program."""
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.rows))
+    rows = min(row.rows, max(16, next_power_of_two(heads * shape.max_query_len)))
+    return heads, rows // heads, rows
+
+
+def _split_rows(shape: PagedAttentionShape, row: DecodeConfig) -> tuple[int, int, int]:
+    """(heads of a group, most query tokens, rows). The matrix unit has 16 rows at least: several query tokens may share them at no cost."""
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.max_rows))
+    tokens = shape.max_query_len if shape.max_query_len * heads <= row.max_rows else max(1, 16 // heads)
+    tokens = max(1, min(tokens, shape.max_query_len))
+    return heads, tokens, max(16, next_power_of_two(heads * tokens))
+
+
+def _inputs(shape: PagedAttentionShape) -> dict[str, Buffer]:
+    spec = shape.cache
+    scales = (spec.num_layers, spec.num_kv_heads) if shape.scales_per_head else (spec.num_layers,)
+    inputs = {
+        "query": Buffer((shape.num_tokens, shape.num_heads, spec.head_size), shape.query_dtype),
+        "cache": Buffer(spec.shape, shape.cache_dtype or spec.storage_dtype.name),
+        "k_scale": Buffer(scales, "float32"),
+        "v_scale": Buffer(scales, "float32"),
+        "query_start_loc": Buffer((shape.num_seqs + 1,), "int32"),
+        "seq_lens": Buffer((shape.num_seqs,), "int32"),
+        "block_table": Buffer((shape.num_seqs, shape.table_width), "int32"),
+        "layer": Buffer((1,), "int32"),
+    }
+    if shape.has_alibi:
+        inputs["alibi_slopes"] = Buffer((shape.num_heads,), "float32")
+    if shape.has_sinks:
+        inputs["sinks"] = Buffer((shape.num_heads,), "float32")
+    if shape.qq_bias is not None:
+        inputs["qq_bias"] = Buffer(shape.qq_bias, "float32")
+    if shape.has_score_scale:
+        inputs["score_scale"] = Buffer((1,), "float32")
+    if shape.has_output_scale:
+        inputs["output_scale"] = Buffer((1,), "float32")
+    return inputs
+
+
+def _common_constants(shape: PagedAttentionShape, arch: Arch) -> dict[str, Any]:
+    spec = shape.cache
+    key, value = spec.side_strides
+    rows, columns = shape.qq_bias or (0, 0)
+    return {
+        "SEQS_PAD": max(16, next_power_of_two(shape.num_seqs)),
+        "NUM_HEADS": shape.num_heads,
+        "GROUP": shape.group,
+        "SCALE": float(shape.scale),
+        "CAUSAL": shape.causal and not shape.context_only,  # a key of the context is before every query
+        "CONTEXT_ONLY": shape.context_only,
+        "WINDOW": shape.sliding_window or 0,
+        "SOFT_CAP": float(shape.logits_soft_cap or 0.0),
+        "BIAS_ROWS": rows,
+        "BIAS_COLUMNS": columns,
+        "HEAD_SIZE": spec.head_size,
+        "HEAD_PAD": shape.head_pad,
+        "NUM_BLOCKS": spec.num_blocks,
+        "BLOCK_SIZE": spec.block_size,
+        "QUERY_KIND": shape.query_dtype,
+        "STORED": spec.dtype.name,
+        "COMPUTE": "float32" if arch.vendor == "cpu" else shape.compute_dtype,  # the interpreter's dot takes bfloat16 for integers
+        "OUT_KIND": shape.output_dtype,
+        "HARDWARE_FP8": _hardware_fp8(shape, arch),
+        "ROW_FACTOR": shape.row_factor,
+        "QUANTIZED": spec.is_quantized,
+        "SCALE_HEADS": spec.num_kv_heads if shape.scales_per_head else 1,
+        "SIGNED": True,
+        "AMD": arch.vendor == "amd",
+        "WIDE": spec.num_blocks * max(key.block, value.block) >= 2**31,
+        "K_SIDE": astuple(key),
+        "V_SIDE": astuple(value),
+    }
+
+
+def _constants(common: dict[str, Any], names: str, **own: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple({**{name: common[name] for name in names.split()}, **own}.items())
+
+
+_KERNEL_CONSTANTS = (
+    "SEQS_PAD NUM_HEADS GROUP SCALE CAUSAL CONTEXT_ONLY WINDOW SOFT_CAP BIAS_ROWS BIAS_COLUMNS HEAD_SIZE HEAD_PAD NUM_BLOCKS BLOCK_SIZE "
+    "QUERY_KIND STORED COMPUTE OUT_KIND HARDWARE_FP8 ROW_FACTOR QUANTIZED SCALE_HEADS WIDE AMD K_SIDE V_SIDE"
+)
+_REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL CONTEXT_ONLY WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
+
+
+def _args(names: dict[str, Buffer], wanted: str, *others: int | Descriptor | None) -> tuple[Any, ...]:
+    return (*(name if name in names else None for name in wanted.split()), *others)
+
+
+def _tiled_launch(
+    shape: PagedAttentionShape, row: PrefillConfig, split_tokens: int, names: dict[str, Buffer], common: dict[str, Any]
+) -> Launch:
+    heads, tokens, rows = _tiled_rows(shape, row)
+    # The sequence s owns row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
+    blocks = shape.num_tokens // tokens + shape.num_seqs
+    blocks = max(blocks, ceil_div(shape.num_tokens, tokens))
+    head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
+    return Launch(
+        kernel=TILED_KERNEL,
+        grid=(blocks * head_blocks, 1, 1),
+        args=_args(
+            names,
+            "out lse query cache k_scale v_scale query_start_loc seq_lens block_table layer "
+            "alibi_slopes sinks qq_bias score_scale output_scale",
+            shape.num_tokens,
+            shape.num_seqs,
+            shape.table_width,
+            _pages(shape, row),
+        ),
+        writes=tuple(name for name in ("out", "lse") if name in names),
+        constants=_constants(
+            common,
+            _KERNEL_CONSTANTS,
+            RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
+            OPTIMISTIC=row.optimistic,
+            FROZEN_MAX=row.optimistic and row.frozen_max and shape.compute_dtype != "float16",  # whose weights end at 2**16
+            SIGNED=common["SIGNED"],
+            SUMS=sums_of(row),
+            LATE_CLAMP=row.late_clamp,
+            EDGE=edge_of(row),
+            HEADS=heads,
+            TOKENS=tokens,
+            ROWS=rows,
+            SPLIT_TOKENS=split_tokens,
+            TILE=row.tile,
+        ),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        options=row.options,
+    )
+
+
+def _split_launches(
+    shape: PagedAttentionShape, row: DecodeConfig, cus: int, names: dict[str, Buffer], common: dict[str, Any], *, zero_padding: bool
+) -> tuple[list[Launch], dict[str, Buffer]]:
+    heads, tokens, rows = _split_rows(shape, row)
+    head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
+    keys = shape.longest if shape.sliding_window is None else min(shape.longest, shape.sliding_window + tokens + row.tile)
+    programs = max(1, min(cus * row.programs_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.tile)))
+    part_rows = 2 * programs * head_blocks * heads * tokens
+    scratch = {
+        "part_acc": Buffer((part_rows, shape.cache.head_size), "float32"),
+        "part_sum": Buffer((part_rows,), "float32"),
+        "part_max": Buffer((part_rows,), "float32"),
+    }
+    names = {**names, **scratch}
+    written = tuple(name for name in ("out", "lse") if name in names)
+    share = _constants(
+        common,
+        _KERNEL_CONSTANTS,
+        RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
+        SUMS=sums_of(row),
+        LATE_CLAMP=row.late_clamp,
+        EDGE=edge_of(row),
+        VALUES_FIRST=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
+        PROGRAMS=programs,
+        HEADS=heads,
+        ROWS=rows,
+        SPLIT_TOKENS=tokens,
+        TILE=row.tile,
+    )
+    split = Launch(
+        kernel=SPLIT_KERNEL,
+        grid=(programs * head_blocks, 1, 1),
+        args=_args(
+            names,
+            "out lse part_acc part_sum part_max query cache k_scale v_scale query_start_loc seq_lens block_table layer "
+            "alibi_slopes sinks qq_bias score_scale output_scale",
+            shape.num_seqs,
+            shape.table_width,
+        ),
+        writes=(*written, *scratch),
+        constants=share,
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        options=row.options,
+    )
+    # Many sequences: a program merges all rows of one; few: one program a row, so that the merge of one long sequence is spread out.
+    row_count = heads * tokens
+    merged = next_power_of_two(row_count) if shape.num_seqs * head_blocks >= cus else 1
+    merged = min(merged, max(1, 2048 // shape.head_pad))
+    parts = max(1, min(next_power_of_two(programs), 4096 // (merged * shape.head_pad), 32))
+    reduce = Launch(
+        kernel=REDUCE_KERNEL,
+        grid=(max(shape.num_seqs, shape.num_tokens if zero_padding else 0) * head_blocks * ceil_div(row_count, merged), 1, 1),
+        args=_args(
+            names,
+            "out lse part_acc part_sum part_max v_scale query_start_loc seq_lens layer sinks output_scale",
+            shape.num_tokens,
+            shape.num_seqs,
+        ),
+        writes=written,
+        constants=_constants(
+            common,
+            _REDUCE_CONSTANTS,
+            ZERO_PADDING=zero_padding,
+            PROGRAMS=programs,
+            PARTS=parts,
+            HEADS=heads,
+            ROWS=merged,
+            SPLIT_TOKENS=tokens,
+            TILE=row.tile,
+        ),
+        num_warps=row.reduce_warps,
+        num_stages=1,
+    )
+    return [split, reduce], scratch

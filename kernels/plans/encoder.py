@@ -1,0 +1,143 @@
+"""Plan of encoder attention. ResourceUsage no Triton and no GPU."""
+
+from dataclasses import dataclass
+
+from ...functional.cache import CacheSpec
+from ...functional.errors import UnsupportedError, bad_value
+from ..archs.arch import Arch, arch_facts, over_limits
+from ..archs.configs import TILED, PrefillConfig, narrowed, row_for, smaller
+from ..launch import Buffer, Launch, Program
+from .attention import PagedAttentionShape, ceil_div, channels_at_a_time, edge_of, next_power_of_two, shared_bytes, sums_of
+
+ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention_kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderShape:
+    """Everything static about `encoder_attention`; the dtype's name is that of query, key, value and output."""
+
+    num_tokens: int
+    num_seqs: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    max_query_len: int
+    scale: float
+    causal: bool = False
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    has_sinks: bool = False
+    has_score_scale: bool = False
+
+    @property
+    def head_pad(self) -> int:
+        return max(16, next_power_of_two(self.head_size))
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+def _heads_and_rows(shape: EncoderShape, row: PrefillConfig) -> tuple[int, int]:
+    """(heads of a group, rows) of one program."""
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.rows))
+    return heads, min(row.rows, max(16, next_power_of_two(heads * shape.max_query_len)))
+
+
+def _fitting_row(shape: EncoderShape, arch: Arch, override: PrefillConfig | None) -> PrefillConfig:
+    """The override, or the tables' row, made smaller until it keeps the arch's limits."""
+    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad), arch, float32=shape.dtype == "float32")
+    while True:
+        why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
+        if why is None:
+            return row
+        if override is not None:
+            bad_value("tiled", override, f"within the limits of {arch.name}: {why}")
+        following = smaller(row)
+        if following is None:
+            raise UnsupportedError(f"triton: head size {shape.head_size} does not fit {arch.name}: {why}")
+        row = following
+
+
+def _shared_bytes(shape: EncoderShape, arch: Arch, row: PrefillConfig) -> int:
+    """That of paged attention over a cache of the same dtype and heads."""
+    spec = CacheSpec(num_blocks=1, block_size=16, num_kv_heads=shape.num_kv_heads, head_size=shape.head_size, dtype=shape.dtype)
+    paged = PagedAttentionShape(
+        num_tokens=shape.num_tokens,
+        num_seqs=shape.num_seqs,
+        num_heads=shape.num_heads,
+        table_width=1,
+        cache=spec,
+        query_dtype=shape.dtype,
+        output_dtype=shape.dtype,
+        max_query_len=shape.max_query_len,
+        scale=shape.scale,
+    )
+    rows = _heads_and_rows(shape, row)[1]
+    return shared_bytes(
+        paged, arch, rows=rows, tile=row.tile, num_stages=row.num_stages, reload_query=channels_at_a_time(shape.head_pad, row)
+    )
+
+
+def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | None = None, tiled: PrefillConfig | None = None) -> Program:
+    """Launches of one encoder attention.
+
+    Args:
+      shape: what is static about the call.
+      arch: see `purepage.kernels.archs.arch`.
+      num_cus: not used: the grid follows from the tokens.
+      tiled: tile sizes in place of the table's.
+
+    Returns:
+      A program with inputs query, key, value, query_start_loc and those optional ones that the shape has (sinks, score_scale); output out.
+
+    Raises:
+      ValueError: the override passes a limit of the arch.
+      UnsupportedError: nothing is tuned for the arch, or no tile fits it.
+    """
+    facts = arch_facts(arch)
+    row = _fitting_row(shape, facts, tiled)
+    heads, rows = _heads_and_rows(shape, row)
+    tokens = rows // heads
+    states = Buffer((shape.num_tokens, shape.num_heads, shape.head_size), shape.dtype)
+    keys = Buffer((shape.num_tokens, shape.num_kv_heads, shape.head_size), shape.dtype)
+    inputs = {"query": states, "key": keys, "value": keys, "query_start_loc": Buffer((shape.num_seqs + 1,), "int32")}
+    if shape.has_sinks:
+        inputs["sinks"] = Buffer((shape.num_heads,), "float32")
+    if shape.has_score_scale:
+        inputs["score_scale"] = Buffer((1,), "float32")
+    # The sequence s owns row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
+    blocks = ceil_div(shape.num_tokens, tokens) + shape.num_seqs if shape.num_tokens else 0
+    names = ("out", "query", "key", "value", "query_start_loc", "sinks", "score_scale")
+    launch = Launch(
+        kernel=ENCODER_KERNEL,
+        grid=(blocks * shape.num_kv_heads * ceil_div(shape.group, heads), 1, 1),
+        args=(*(name if name == "out" or name in inputs else None for name in names), shape.num_tokens, shape.num_seqs),
+        writes=("out",),
+        constants=(
+            ("SEQS_PAD", max(16, next_power_of_two(shape.num_seqs))),
+            ("NUM_HEADS", shape.num_heads),
+            ("GROUP", shape.group),
+            ("HEADS", heads),
+            ("TOKENS", tokens),
+            ("ROWS", rows),
+            ("SCALE", float(shape.scale)),
+            ("CAUSAL", shape.causal),
+            ("WINDOW", shape.sliding_window or 0),
+            ("SOFT_CAP", float(shape.logits_soft_cap or 0.0)),
+            ("HEAD_SIZE", shape.head_size),
+            ("HEAD_PAD", shape.head_pad),
+            ("RELOAD_QUERY", channels_at_a_time(shape.head_pad, row)),
+            ("SUMS", sums_of(row)),
+            ("TILE", row.tile),
+            ("EDGE", edge_of(row)),
+            ("KIND", shape.dtype),
+            ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers
+            ("AMD", facts.vendor == "amd"),
+        ),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        options=row.options,
+    )
+    return Program("encoder_attention", tuple(inputs.items()), (("out", states),), (), (), (launch,))

@@ -1,0 +1,77 @@
+"""Every Triton kernel compiles for every AMD architecture, without a GPU, and keeps the bars: no spills, LDS, matrix units, wide loads.
+
+CI compiles a part of the grid of `benchmarks/amd_isa.py`; PUREPAGE_FULL_AMD=1 compiles all of it.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from purepage.kernels import compile_check as verify
+from purepage.kernels.archs.arch import FNUZ, OCP, arch_facts
+from purepage.kernels.archs.configs import SPLIT, TILED
+from purepage.kernels.compile_check import compile_for, jobs_of
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from benchmarks.amd_isa import ARCHS, CACHE, VARIANTS, attention, faults, rows_of, writer
+
+PART = (
+    "attention D64 bf16 all features",
+    "attention D128 bf16 xpacked, all features",
+    "attention D128 native fp8 all features",
+    "attention D256 bf16",
+    "attention D512 foreign fp8 all features",
+    "encoder D256 f32 all features",
+    "encoder D128 bf16 all features",
+    "write D256 foreign fp8 interleaved",
+    "qk-norm+mrope+write D128 native fp8",
+)
+SAME_ROWS = {"gfx1151": PART[3:6]}
+"""An architecture whose rows are another's, which has all of `PART`, needs less of it."""
+FULL = os.environ.get("PUREPAGE_FULL_AMD") == "1"
+CHOSEN = [(arch, variant) for arch in ARCHS for variant in (VARIANTS if FULL else SAME_ROWS.get(arch, PART))]
+
+
+@pytest.mark.parametrize("arch, variant", CHOSEN)
+def test_the_kernels_that_the_tables_choose_keep_every_bar(arch, variant):
+    rows = list(rows_of({variant: VARIANTS[variant]}, (arch,), 1))
+    assert rows
+    failed = [f"{row.needs.kernel}: {fault}" for row in rows for fault in faults(row)]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kind", sorted(OCP | FNUZ))
+def test_a_kernel_converts_in_hardware_only_the_fp8_kinds_that_the_arch_has(arch, kind):
+    for program in (attention(128, cache=kind)(arch), writer(128, kind)(arch)):
+        asked = [dict(launch.constants)["HARDWARE_FP8"] for launch in program.launches if "HARDWARE_FP8" in dict(launch.constants)]
+        assert asked and all(hardware == (kind in arch_facts(arch).fp8) for hardware in asked)
+
+
+class Deadly(str):
+    """An architecture that ends the process which unpickles it, as an abort inside LLVM does."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def test_an_abort_of_the_compiler_is_a_result_and_the_next_kernel_is_compiled_all_the_same():
+    good = jobs_of(writer(64, tokens=1)("gfx1100"), "gfx1100")[0]
+    first, second = compile_for([replace(good, arch=Deadly("gfx1100x")), good])
+    assert first.error and "3" in first.error and not second.error and second.vgprs > 0
+
+
+def test_a_kernel_is_compiled_once(monkeypatch):
+    job = jobs_of(writer(64, tokens=1)("gfx942"), "gfx942")[0]
+    first = compile_for([job, job], cache_dir=CACHE)
+    monkeypatch.setattr(verify, "_Compiler", None)
+    assert compile_for([job], cache_dir=CACHE) == first[:1]
+    assert first[0] == first[1] and first[0].arch == "gfx942"
+
+
+@pytest.mark.parametrize("table", (TILED, SPLIT), ids=("tiled", "split"))
+def test_an_arch_without_a_sweep_of_its_own_has_the_rows_of_the_one_that_is_swept(table):
+    assert table["gfx1151"] == table["gfx1100"]

@@ -1,0 +1,39 @@
+"""Every Triton kernel compiled for each AMD architecture, and the assembly executed on the CPU: results against the oracle, emulated."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATOR = ROOT.parent / "shared"
+ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
+CASES = 12
+
+pytestmark = pytest.mark.skipif(
+    not (EMULATOR / "amdemu" / "__init__.py").exists(), reason="the emulator of AMD GPUs is not beside this checkout, at ../shared/amdemu"
+)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_emulated_assembly_of_every_kernel_gives_the_oracles_result(arch):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "kernels" / "amd_emulation.py"), arch, str(EMULATOR)],
+        env={**environment, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    cases = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = [f"{name}: {failure}" for name, failure in cases.items() if failure is not None]
+    assert not wrong, "\n".join(wrong)
+    assert len(cases) == CASES, cases
