@@ -1,13 +1,11 @@
 """`import purepage` gives the whole contract, and asks for nothing that a CPU-only jax installation lacks."""
 
 import importlib
-import os
 import pkgutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from processes import run_python
 
 import purepage as pp
 
@@ -35,10 +33,7 @@ def run(program: str, **environment: str) -> str:
                 return None if name.partition(".")[0] in {OPTIONAL!r} else self.finder.find_spec(name, path, target)
         sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
     """
-    text = textwrap.dedent(block) + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(textwrap.dedent(block) + textwrap.dedent(program), environment=environment)
 
 
 @pytest.mark.parametrize("name", [*TYPES.split(), *FUNCTIONS.split(), *BACKENDS])

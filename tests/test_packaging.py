@@ -1,40 +1,44 @@
-"""What is built is what lies here: every folder is listed, the wheel holds each file under its import name, versions agree."""
+"""What is built is what lies here: every folder is a package, wheel and sdist hold each file under its import name, versions agree."""
 
+import json
 import re
 import shutil
-import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import jax
 import pytest
+from processes import ROOT, run, run_python
 
 import purepage
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ROOMS = ("bridges", "functional", "kernels")
+LINKED = ("bridges", "functional", "kernels")
+"""Packages at the top of the checkout, which `src/purepage` links to."""
 
 
 def sources() -> dict[str, Path]:
     """Name inside a wheel of each file that belongs there."""
     files = {f"purepage/{path.name}": path for path in (ROOT / "src/purepage").iterdir() if path.suffix in (".py", ".typed")}
-    for room in ROOMS:
-        files |= {f"purepage/{path.relative_to(ROOT).as_posix()}": path for path in (ROOT / room).rglob("*.py")}
+    for package in LINKED:
+        files |= {f"purepage/{path.relative_to(ROOT).as_posix()}": path for path in (ROOT / package).rglob("*.py")}
     return files
 
 
-def test_every_folder_with_sources_is_listed_as_a_package_and_no_other():
-    folders = {name.rpartition("/")[0].replace("/", ".") for name in sources()}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == folders
+def test_src_links_to_every_package_at_the_top_by_a_relative_path():
+    links = {path.name: path.readlink().as_posix() for path in (ROOT / "src/purepage").iterdir() if path.is_symlink()}
+    assert links == {package: f"../../{package}" for package in LINKED}
 
 
-def test_every_package_has_an_init():
+def test_every_folder_with_sources_is_a_package():
     names = set(sources())
-    for package in PROJECT["tool"]["setuptools"]["packages"]:
-        assert f"{package.replace('.', '/')}/__init__.py" in names
+    for folder in {name.rpartition("/")[0] for name in names}:
+        assert f"{folder}/__init__.py" in names
 
 
 def test_version_is_the_same_in_project_module_and_changelog():
@@ -43,26 +47,51 @@ def test_version_is_the_same_in_project_module_and_changelog():
     assert PROJECT["project"]["version"] == purepage.__version__ == newest[1]
 
 
+def build(folder: Path, kind: str) -> Path:
+    """The distribution that setuptools builds offline from a folder; kind is "wheel" or "sdist"."""
+    out = run_python(f"from setuptools import build_meta; print(build_meta.build_{kind}('.'))", cwd=folder)
+    return folder / out.splitlines()[-1]
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built offline from a copy, so that no build folder appears here."""
-    copy = tmp_path_factory.mktemp("copy")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+def checkout(tmp_path_factory):
+    """A copy of what is built, so that no build folder appears here. Links stay links."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("src", *ROOMS):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    program = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=copy, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with zipfile.ZipFile(copy / done.stdout.splitlines()[-1]) as archive:
+    for name in ("src", "tests", *LINKED):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout):
+    with zipfile.ZipFile(build(checkout, "wheel")) as archive:
         yield archive
 
 
+def modules_in(wheel: zipfile.ZipFile) -> set[str]:
+    return {name for name in wheel.namelist() if ".dist-info/" not in name}
+
+
 def test_wheel_holds_every_source_under_its_import_name_and_nothing_else(wheel):
-    packaged = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert packaged == set(sources())
+    assert modules_in(wheel) == set(sources())
     for name, path in sources().items():
         assert wheel.read(name) == path.read_bytes()
+
+
+def test_a_wheel_built_from_the_sdist_holds_the_same(checkout, wheel, tmp_path):
+    with tarfile.open(build(checkout, "sdist")) as archive:
+        assert not [member.name for member in archive if member.issym() or member.islnk()], "a link leads out of the archive"
+        assert {name.split("/")[1] for name in archive.getnames() if "/" in name} == {
+            *("LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "src")
+        }
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    with zipfile.ZipFile(build(folder, "wheel")) as rebuilt:
+        assert modules_in(rebuilt) == modules_in(wheel)
+        for name in modules_in(wheel):
+            assert rebuilt.read(name) == wheel.read(name)
 
 
 def test_wheel_needs_only_jax_jaxtyping_and_numpy_and_offers_the_extras(wheel):
@@ -79,3 +108,45 @@ def test_wheel_needs_only_jax_jaxtyping_and_numpy_and_offers_the_extras(wheel):
 def test_wheel_carries_the_licence_text(wheel):
     (name,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
     assert "Apache License" in wheel.read(name).decode()
+
+
+def test_an_editable_install_is_one_static_path_that_holds_every_module(checkout):
+    """Type checkers and IDEs read a `.pth` file with a folder in it; they run no import hook."""
+    with zipfile.ZipFile(build(checkout, "editable")) as archive:
+        (pth,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert not [name for name in archive.namelist() if name.endswith(".py")], "an import hook stands in for the path"
+        source = Path(archive.read(pth).decode().strip())
+    assert source == checkout / "src"
+    for name in sources():
+        assert (source / name).is_file()
+
+
+USER_PROGRAM = """
+import purepage as pp
+from purepage.bridges.arch import Arch
+from purepage.functional.cache import CacheSpec
+from purepage.kernels.launch import Launch
+
+spec: CacheSpec = pp.CacheSpec(num_blocks=8, block_size=16, num_kv_heads=2, head_size=32)
+reveal_type(pp.init_cache(spec))
+reveal_type(Launch)
+reveal_type(Arch)
+"""
+
+
+def test_pyright_follows_an_editable_install_from_a_users_folder(checkout, tmp_path):
+    pytest.importorskip("pyright", reason="`make lint` installs it")
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(build(checkout, "editable")) as archive:
+        archive.extractall(site)
+    (site / "zz_dependencies.pth").write_text(f"{Path(jax.__file__).parents[1]}\n")
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / "program.py").write_text(USER_PROGRAM)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(environment / "bin/python"), "program.py"]
+    report = json.loads(run(command, environment={"PYTHONPATH": None}, cwd=folder).stdout)
+    assert report["summary"]["errorCount"] == 0, report
+    revealed = [diagnostic["message"] for diagnostic in report["generalDiagnostics"] if diagnostic["severity"] == "information"]
+    assert [text.partition(" is ")[2] for text in revealed] == ['"KVCache"', '"type[Launch]"', '"type[Arch]"']

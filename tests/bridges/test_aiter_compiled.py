@@ -1,12 +1,7 @@
 """AITER's kernels as the adapters call them, compiled for AMD without a GPU: Triton's compiler takes less than its interpreter."""
 
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
+from processes import run_python
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -67,18 +62,9 @@ PROGRAM = """
 @pytest.mark.parametrize("arch, fp8", [("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")])
 def test_paged_decode_and_the_repaired_soft_cap_compile_for_amd(arch, fp8, tmp_path):
     """In a process of its own: kernels of this one are the interpreter's."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), arch, fp8],
-        env={**environment, "JAX_PLATFORMS": "cpu", "TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [
+    environment = {"TRITON_INTERPRET": None, "JAX_PLATFORMS": "cpu", "TRITON_CACHE_DIR": str(tmp_path)}
+    out = run_python(PROGRAM, arch, fp8, environment=environment)
+    assert out.split() == [
         "_paged_attn_decode_v1_w_dot_kernel",
         "_paged_attn_decode_v2_w_dot_kernel",
         "_paged_attn_decode_v2_w_dot_reduce_kernel",

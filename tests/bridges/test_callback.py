@@ -2,18 +2,15 @@
 
 import logging
 import re
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import bridge_kernels as kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import run_python
 
 from purepage.bridges import callback, dlpack, launcher
 from purepage.bridges.callback import call_torch, run_program
@@ -319,16 +316,9 @@ def test_what_a_torch_function_raises_names_it():
         jax.block_until_ready(call_torch(fail, [jnp.ones(3)], [jax.ShapeDtypeStruct((3,), jnp.float32)], name="paged thing"))
 
 
-def run_script(script, *, devices=1, timeout=60):
+def run_script(script, *, devices=1):
     """Runs a script in a process of its own, with that many CPU devices; a deadlock is a failure, not a hang."""
-    here = Path(__file__).parent
-    setup = f"import os, sys\nos.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count={devices}'\n"
-    setup += f"os.environ['JAX_PLATFORMS'] = 'cpu'\nos.environ['TRITON_INTERPRET'] = '1'\nsys.path.insert(0, {str(here)!r})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", setup + textwrap.dedent(script)], capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return run_python(script, devices=devices, environment={"TRITON_INTERPRET": "1"})
 
 
 def test_fifty_calls_on_megabytes_do_not_deadlock():

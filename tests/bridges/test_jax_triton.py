@@ -2,10 +2,7 @@
 
 import os
 import re
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import bridge_kernels as kernels
@@ -13,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import run_python
 
 from purepage.bridges import callback, jax_triton
 from purepage.bridges.arch import Arch
@@ -170,10 +168,7 @@ def test_a_number_is_typed_as_tritons_launcher_types_it(case):
 
 
 def test_the_generated_kernels_compile_for_both_vendors():
-    script = f"""
-    import os, sys
-    os.environ["TRITON_INTERPRET"] = "0"
-    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    script = """
     import bridge_kernels as kernels
     import triton
     from triton.backends.compiler import GPUTarget
@@ -182,16 +177,13 @@ def test_the_generated_kernels_compile_for_both_vendors():
     launch = kernels.scatter_program(2, 2**27, 24, 5).launches[0]
     wrapper = jax_triton._compile_wrapper(jax_triton.wrapper_source(launch, ("pool", "rows", "slots", "layer"), (), 1), launch.kernel)
     names = ["b_pool", "b_rows", "b_slots", "b_layer", "unused_0"]
-    signature = dict(zip(names, ["*u16", "*u16", "*i32", "*i32", "*u16"])) | {{"c_WIDTH": "constexpr"}}
+    signature = dict(zip(names, ["*u16", "*u16", "*i32", "*i32", "*u16"])) | {"c_WIDTH": "constexpr"}
     for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-        source = ASTSource(wrapper, signature, {{"c_WIDTH": 32}})
-        print(target.backend, len(triton.compile(source, target=target, options={{"num_warps": 1}}).asm["ttgir"]) > 0)
+        source = ASTSource(wrapper, signature, {"c_WIDTH": 32})
+        print(target.backend, len(triton.compile(source, target=target, options={"num_warps": 1}).asm["ttgir"]) > 0)
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["cuda", "True", "hip", "True"]
+    out = run_python(script, environment={"TRITON_INTERPRET": "0"})
+    assert out.split() == ["cuda", "True", "hip", "True"]
 
 
 REFUSED_DEVICES = {

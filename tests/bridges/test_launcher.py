@@ -1,23 +1,19 @@
 """The launch of compiled kernels, with a driver that records instead of a GPU."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import bridge_kernels as kernels
 import pytest
+from processes import run_python
 
 from purepage.bridges import launcher
 from purepage.kernels.launch import Launch
 
 pytest.importorskip("torch")
 
-SETUP = f"""
+SETUP = """
 import contextlib, json, os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 import bridge_kernels as kernels
 import torch
 from triton.backends.compiler import GPUTarget
@@ -29,7 +25,7 @@ calls = []
 
 class Utils:
     def load_binary(self, *_): return 1, "function", 32, 0, 1024
-    def get_device_properties(self, _): return {{"max_shared_mem": 1 << 18}}
+    def get_device_properties(self, _): return {"max_shared_mem": 1 << 18}
     def unload_module(self, _): pass
 
 class Launcher:
@@ -49,11 +45,8 @@ torch.cuda.current_stream = lambda: None
 
 
 def run_recorded(script):
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", SETUP + textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    out = run_python(SETUP + textwrap.dedent(script), environment={"TRITON_INTERPRET": "0"})
+    return json.loads(out.splitlines()[-1])
 
 
 def test_a_launch_passes_addresses_and_numbers_in_the_kernels_order_on_the_given_stream():

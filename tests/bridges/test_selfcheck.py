@@ -1,11 +1,11 @@
 """The self-check: passes what is right, says why something is refused, and fails loudly on a wrong result."""
 
-import subprocess
 import sys
 import types
 
 import jax.numpy as jnp
 import pytest
+from processes import run
 
 import purepage as pp
 from purepage.bridges import selfcheck
@@ -90,7 +90,7 @@ def test_a_kernel_that_does_not_compile_fails(implementation):
 
 def test_the_command_passes_with_xla_and_knows_its_implementations():
     command = [sys.executable, "-m", "purepage.selfcheck", "xla", "--cases", "write"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = run(command)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("xla     passed") for line in lines) == sum(

@@ -1,10 +1,6 @@
 """`update_cache`: what lands where, bit for bit in the whole pool, and that it lands in place."""
 
 import itertools
-import os
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import jax
@@ -12,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from processes import run_python
 
 import purepage as pp
 from purepage.testing import quantize, random_batch, reference_address, reference_update_cache
@@ -472,6 +469,4 @@ def test_heads_sharded_over_a_mesh_are_written_where_they_are():
                 np.testing.assert_array_equal(np.asarray(out.data), want)
         print("written")
     """
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "written" in done.stdout, done.stderr[-3000:]
+    assert "written" in run_python(script, devices=8)

@@ -1,12 +1,11 @@
 """Every Triton kernel compiled for each AMD architecture, and the assembly executed on the CPU: results against the oracle, emulated."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -23,15 +22,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_emulated_assembly_of_every_kernel_gives_the_oracles_result(arch):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "kernels" / "amd_emulation.py"), arch, str(EMULATOR)],
-        env={**environment, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    command = [sys.executable, str(ROOT / "tests" / "kernels" / "amd_emulation.py"), arch, str(EMULATOR)]
+    done = run(command, environment={"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
     cases = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     assert done.returncode == 0, done.stdout + done.stderr
     wrong = [f"{name}: {failure}" for name, failure in cases.items() if failure is not None]
