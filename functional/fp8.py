@@ -92,7 +92,8 @@ def _divide_within(x: Array, scale: Array, top: float) -> Array:
     quotient = jnp.clip(x / scale, -top, top)
     q, s = _halves(quotient), _halves(scale)
     residual = (((x - q[0] * s[0]) - q[0] * s[1]) - q[1] * s[0]) - q[1] * s[1]
-    return jnp.where(residual != 0, quotient + residual / scale, quotient)  # `+ 0` would lose the sign of -0
+    # At +-top the product with a large scale overflows, and the quotient needs no correction; `+ 0` would lose the sign of -0.
+    return jnp.where((residual != 0) & (jnp.abs(quotient) < top), quotient + residual / scale, quotient)
 
 
 def _halves(x: Array) -> tuple[Array, Array]:
