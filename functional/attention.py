@@ -51,7 +51,7 @@ def paged_attention_call(
 ) -> PagedAttentionCall:
     """The checked call that `paged_attention` makes of its arguments; see there."""
     spec = check_cache(cache)
-    check_metadata(metadata)
+    metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
     num_heads = query.shape[1]
     factor, traced = split_scale(scale, spec.head_size)
@@ -178,7 +178,7 @@ def encoder_attention(
     Raises:
       ValueError, TypeError, UnsupportedError: see `paged_attention`.
     """
-    check_metadata(metadata)
+    metadata = check_metadata(metadata)
     key = check_tokens("key", key, None, None)
     _, heads, head_size = key.shape
     query = check_tokens("query", query, None, head_size)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, check_cache
-from .config import is_array
 from .errors import bad_type, bad_value
+from .integers import as_integers, narrow
 
 
 def convert_cache(cache: KVCache, spec: CacheSpec) -> KVCache:
@@ -47,18 +47,15 @@ class Blocks:
     spec: CacheSpec
 
 
-def _block_ids(name: str, ids: Any) -> Int[Array, " n"]:
-    if not is_array(ids):
-        ids = jnp.asarray(ids, jnp.int32)
-    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        bad_type(name, ids, "an integer array of shape [n]")
-    return jnp.asarray(ids, jnp.int32)
+def _block_ids(name: str, ids: Any, spec: CacheSpec) -> Int[Array, " n"]:
+    """Ids as i32[n], those inside [0, B) as they are and all others outside it still."""
+    return narrow(as_integers(name, ids, 1), spec.num_blocks)
 
 
 def gather_blocks(cache: KVCache, block_ids: Any) -> Blocks:
     """The blocks `block_ids` i32[n] of every layer. Ids outside [0, B) give zeros."""
     spec = check_cache(cache)
-    ids = _block_ids("block_ids", block_ids)
+    ids = _block_ids("block_ids", block_ids, spec)
     axis = spec.axes.index("B")
     inside = (ids >= 0) & (ids < spec.num_blocks)
     taken = jnp.take(cache.data, jnp.clip(ids, 0, spec.num_blocks - 1), axis=axis)
@@ -73,7 +70,7 @@ def scatter_blocks(cache: KVCache, block_ids: Any, blocks: Blocks) -> KVCache:
       ValueError: the blocks come from a cache of another layout, dtype or size, or are not as many as the ids.
     """
     spec = check_cache(cache)
-    ids = _block_ids("block_ids", block_ids)
+    ids = _block_ids("block_ids", block_ids, spec)
     if not isinstance(blocks, Blocks):
         bad_type("blocks", blocks, "Blocks (see gather_blocks)")
     if replace(blocks.spec, num_blocks=spec.num_blocks) != spec:
@@ -90,7 +87,7 @@ def copy_blocks(cache: KVCache, src: Any, dst: Any) -> KVCache:
     A pair with an id outside [0, B) is skipped. In place under donation, but for the copied blocks.
     """
     spec = check_cache(cache)
-    sources, targets = _block_ids("src", src), _block_ids("dst", dst)
+    sources, targets = _block_ids("src", src, spec), _block_ids("dst", dst, spec)
     if sources.shape != targets.shape:
         bad_value("dst", targets, f"of the shape of src {list(sources.shape)}")
     axis = spec.axes.index("B")

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from .config import check_positive_int, int_or_none, is_array
 from .errors import bad_type, bad_value
+from .integers import INT32_MAX, narrow
 from .layout import CONTENTS, ORDERS, Extents, SideStrides, physical_axes, side_axes, side_strides
 
 FP8_DTYPES = tuple(jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
@@ -63,6 +64,12 @@ class CacheSpec:
             bad_value("content", self.content, f"one of {', '.join(map(repr, CONTENTS))}")
         if self.order not in ORDERS:
             bad_value("order", self.order, f"one of {', '.join(map(repr, ORDERS))}")
+        if self.num_slots > INT32_MAX:
+            bad_value(
+                "num_blocks",
+                self.num_blocks,
+                f"at most {INT32_MAX // self.block_size} with block_size {self.block_size}: a slot is an int32",
+            )
         axes = {axis for side in self.side_axes for axis in side}
         if "D/x" in axes and self.head_size % self.vector:
             bad_value("head_size", self.head_size, f"a multiple of {self.vector} (16 bytes of {dtype.name}) with content {self.content!r}")
@@ -201,7 +208,7 @@ def check_layer(layer: Any, spec: CacheSpec) -> Array:
         if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
             bad_type("layer", layer, "an int or an integer scalar")
         if isinstance(layer, Tracer):
-            return jnp.asarray(layer, jnp.int32)
+            return narrow(layer, spec.num_layers)
     index = int_or_none(layer)
     if index is None or isinstance(layer, bool):
         bad_type("layer", layer, "an int or an integer scalar")
@@ -286,7 +293,7 @@ def take_blocks(cache: KVCache, layer: Array | int, block_ids: Array) -> tuple[A
     spec = cache.local_spec
     sides = []
     for side, axes in enumerate(spec.side_axes):
-        view = cache.data.reshape(spec.extents.shape(axes))
+        view = jnp.asarray(cache.data).reshape(spec.extents.shape(axes))
         pick = {"L": layer, "B": block_ids, "2": side}
         index = tuple(pick.get(axis, slice(None)) for axis in axes)
         taken = view.at[index].get(mode="promise_in_bounds")

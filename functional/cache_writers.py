@@ -48,7 +48,7 @@ def update_cache(
     """
     spec = check_cache(cache)
     key, value = check_new_tokens(key, value, spec)
-    slots = check_slots(slot_mapping, key.shape[0])
+    slots = check_slots(slot_mapping, key.shape[0], spec)
     count = slots.shape[0]
     call = UpdateCacheCall(cache=cache, key=key[:count], value=value[:count], slot_mapping=slots, layer=check_layer(layer, spec))
     return dispatch.run("update_cache", call, implementation)

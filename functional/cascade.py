@@ -100,7 +100,7 @@ def cascade_attention(
       UnsupportedError: `sliding_window` or `alibi_slopes` with a prefix; the rest as `paged_attention`.
     """
     spec = check_cache(cache)
-    check_metadata(metadata)
+    metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
     prefix = _prefix_blocks(common_prefix_len, spec, metadata)
     shared = {"layer": layer, "scale": scale, "logits_soft_cap": logits_soft_cap, "q_scale": q_scale, "implementation": implementation}
@@ -181,6 +181,7 @@ def _prefix_metadata(metadata: AttentionMetadata, live: Array, prefix: int, bloc
         max_query_len=num_tokens,
         max_seq_len=prefix * block_size,
         causal=False,
+        block_size=block_size,
     )
 
 

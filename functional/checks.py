@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .cache import FP8_DTYPES, CacheSpec
 from .config import is_array
 from .errors import bad_type, bad_value
+from .integers import narrow
 
 MODEL_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
 
@@ -85,20 +86,12 @@ def product(*factors: Float[Array, ""] | None) -> Float[Array, ""] | None:
     return None if not given else math.prod(given[1:], start=given[0])
 
 
-def check_slots(slot_mapping: Any, num_tokens: int) -> Array:
-    """Slots of at most `num_tokens` tokens as i32; host integers past int32 raise instead of being cut."""
+def check_slots(slot_mapping: Any, num_tokens: int, spec: CacheSpec) -> Int[Array, " T"]:
+    """Slots of at most `num_tokens` tokens as i32; a slot outside the cache stays outside, however wide its integer is."""
     if not is_array(slot_mapping) or len(slot_mapping.shape) != 1:
         bad_value("slot_mapping", slot_mapping, "an integer array of shape [T]")
     if not np.issubdtype(slot_mapping.dtype, np.integer):
         bad_type("slot_mapping", slot_mapping, "of an integer dtype")
     if slot_mapping.shape[0] > num_tokens:
         bad_value("slot_mapping", slot_mapping, f"at most as long as there are tokens ({num_tokens})")
-    if isinstance(slot_mapping, np.ndarray) and slot_mapping.size:
-        for slot in (int(slot_mapping.min()), int(slot_mapping.max())):
-            if not -(2**31) <= slot < 2**31:
-                bad_value("slot_mapping", slot, "within int32: without 64-bit mode JAX would keep its low 32 bits, another slot")
-    slots = jnp.asarray(slot_mapping)
-    if slots.dtype.itemsize == 8 or slots.dtype == jnp.uint32:
-        top = jnp.iinfo(jnp.int32).max  # a slot this far is past every cache, so it is skipped like the one it stands for
-        return jnp.clip(slots, -1 if jnp.issubdtype(slots.dtype, jnp.signedinteger) else 0, top).astype(jnp.int32)
-    return slots.astype(jnp.int32)
+    return narrow(slot_mapping, spec.num_slots)

@@ -16,9 +16,9 @@ from .errors import bad_type, bad_value
 from .rotary import check_cos_sin_cache, check_is_neox, check_positions
 
 
-def _slots_of_all(slot_mapping: Any, num_tokens: int) -> Int[Array, " T"]:
+def _slots_of_all(slot_mapping: Any, num_tokens: int, spec: CacheSpec) -> Int[Array, " T"]:
     """Slots of every token; those past the end of `slot_mapping` have none."""
-    slots = check_slots(slot_mapping, num_tokens)
+    slots = check_slots(slot_mapping, num_tokens, spec)
     return jnp.pad(slots, (0, num_tokens - slots.shape[0]), constant_values=-1)
 
 
@@ -64,7 +64,7 @@ def rope_and_update_cache(
         positions=check_positions(positions, query.shape[:1], table.shape[0]),
         cos_sin_cache=table,
         cache=cache,
-        slot_mapping=_slots_of_all(slot_mapping, query.shape[0]),
+        slot_mapping=_slots_of_all(slot_mapping, query.shape[0], spec),
         layer=check_layer(layer, spec),
         is_neox=check_is_neox(is_neox),
     )
@@ -215,7 +215,7 @@ def _qk_norm_call(
         positions=positions,
         cos_sin_cache=table,
         cache=cache,
-        slot_mapping=_slots_of_all(slot_mapping, tokens),
+        slot_mapping=_slots_of_all(slot_mapping, tokens, spec),
         layer=check_layer(layer, spec),
         num_heads=num_heads,
         eps=_check_eps(eps),

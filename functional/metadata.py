@@ -1,6 +1,6 @@
 """What one step attends to: where each sequence's queries, keys and new slots are."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,17 @@ from jaxtyping import Array, Int
 from .cache import CacheSpec
 from .config import check_positive_int, is_array
 from .errors import bad_type, bad_value
-
-INT32_MAX = 2**31 - 1
+from .integers import INT32_MAX, narrow, saturate
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["query_start_loc", "seq_lens", "block_table", "slot_mapping"],
-    meta_fields=["max_query_len", "max_seq_len", "causal"],
+    meta_fields=["max_query_len", "max_seq_len", "causal", "block_size"],
 )
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """A ragged batch of S sequences over a flat axis of T tokens; a pytree whose last three fields are static.
+    """A ragged batch of S sequences over a flat axis of T tokens; a pytree whose last four fields are static.
 
     Attributes:
       query_start_loc: i32[S+1], prefix sums of the query lengths; tokens at or past its last entry are padding.
@@ -34,6 +33,7 @@ class AttentionMetadata:
       max_query_len: an upper bound of the query lengths.
       max_seq_len: an upper bound of `seq_lens`; None is the table's width, which never retraces.
       causal: False is cross attention: every query sees the whole of its sequence.
+      block_size: tokens a block of the table, or None where it is not stated. Every function that also takes a cache compares the two.
     """
 
     query_start_loc: Int[Array, " S+1"]
@@ -43,6 +43,7 @@ class AttentionMetadata:
     max_query_len: int = field(kw_only=True)
     max_seq_len: int | None = field(default=None, kw_only=True)
     causal: bool = field(default=True, kw_only=True)
+    block_size: int | None = field(default=None, kw_only=True)
 
 
 def bucket(length: int, smallest: int = 16) -> int:
@@ -151,11 +152,24 @@ def make_metadata(
         max_query_len=int(max_query_len),
         max_seq_len=int(max_seq_len),
         causal=bool(causal),
+        block_size=int(block_size),
     )
 
 
-def check_metadata(metadata: Any, num_tokens: int | None = None) -> AttentionMetadata:
-    """Static checks at the public door: types, ranks, dtypes and sizes that agree."""
+def check_metadata(metadata: Any, spec: CacheSpec | None = None) -> AttentionMetadata:
+    """Checks the static facts of `metadata` and brings its integers to int32.
+
+    Args:
+      metadata: what the caller gave.
+      spec: the cache that the table points into; None where there is none.
+
+    Returns:
+      The same metadata as i32 JAX arrays; ids and slots that int32 can't hold stay outside the cache. With `spec` its `block_size` is the
+      cache's, stated or not, so that equal calls share a trace.
+
+    Raises:
+      ValueError, TypeError: a rank, dtype or size that does not fit; a block size that is not the cache's.
+    """
     if not isinstance(metadata, AttentionMetadata):
         bad_type("metadata", metadata, "AttentionMetadata (see make_metadata)")
     for name, ndim in (("query_start_loc", 1), ("seq_lens", 1), ("block_table", 2), ("slot_mapping", 1)):
@@ -177,7 +191,21 @@ def check_metadata(metadata: Any, num_tokens: int | None = None) -> AttentionMet
             bad_type(f"metadata.{name}", value, "a static int, at least 0")
     if not isinstance(metadata.causal, bool):
         bad_type("metadata.causal", metadata.causal, "a static bool")
-    return metadata
+    if metadata.block_size is not None:
+        check_positive_int("metadata.block_size", metadata.block_size)
+        if spec is not None and metadata.block_size != spec.block_size:
+            bad_value(
+                "metadata.block_size", metadata.block_size, f"the cache's {spec.block_size}: its slots and table count blocks of that size"
+            )
+    blocks, slots = (INT32_MAX, INT32_MAX) if spec is None else (spec.num_blocks, spec.num_slots)
+    return replace(
+        metadata,
+        query_start_loc=saturate(metadata.query_start_loc),
+        seq_lens=saturate(metadata.seq_lens),
+        block_table=narrow(metadata.block_table, blocks),
+        slot_mapping=narrow(metadata.slot_mapping, slots),
+        block_size=metadata.block_size if spec is None else spec.block_size,
+    )
 
 
 def validate_metadata(metadata: AttentionMetadata, spec: CacheSpec) -> None:

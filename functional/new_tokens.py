@@ -99,5 +99,6 @@ def _cache_of_new_tokens(
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_query_len,
         causal=metadata.causal,
+        block_size=BLOCK_SIZE,
     )
     return update_cache(init_cache(spec), key, value, slots, implementation=implementation), placed

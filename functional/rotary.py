@@ -11,6 +11,7 @@ from .calls import RotaryCall
 from .checks import MODEL_DTYPES, check_tokens
 from .config import is_array
 from .errors import bad_type, bad_value
+from .integers import narrow
 
 
 def check_cos_sin_cache(cos_sin_cache: Any, head_size: int) -> Array:
@@ -35,11 +36,7 @@ def check_positions(positions: Any, shape: tuple[int, ...], max_pos: int) -> Int
         outside = positions[(positions < 0) | (positions >= max_pos)]
         if outside.size:
             bad_value("positions", int(outside[0]), f"in [0, {max_pos}), the rows of cos_sin_cache")
-    array = jnp.asarray(positions)
-    if array.dtype.itemsize == 8 or array.dtype == jnp.uint32:
-        low = -1 if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
-        array = jnp.clip(array, low, jnp.iinfo(jnp.int32).max)  # as far out of range as before
-    return array.astype(jnp.int32)
+    return narrow(positions, max_pos)
 
 
 def check_is_neox(is_neox: Any) -> bool:

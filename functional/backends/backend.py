@@ -140,7 +140,7 @@ def forward(
         return _encode(name, query, key, value, metadata, config, q_scale, output_scale, dtype, implementation)
     if metadata is None:
         return jnp.zeros(query.shape, dtype)
-    check_metadata(metadata)
+    metadata = check_metadata(metadata, None if cache is None else cache.local_spec)
     if isinstance(metadata, RocmAttentionMetadata) and metadata.use_cascade:
         raise UnsupportedError(f"common_prefix_len is {metadata.common_prefix_len}: {name} has no cascade attention; cascade_attention has")
     metadata = plain_metadata(metadata)

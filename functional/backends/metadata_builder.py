@@ -28,7 +28,7 @@ from ..metadata import AttentionMetadata, check_metadata
         "prefix_kv_lens",
         "suffix_kv_lens",
     ],
-    meta_fields=["max_query_len", "max_seq_len", "causal", "common_prefix_len"],
+    meta_fields=["max_query_len", "max_seq_len", "causal", "block_size", "common_prefix_len"],
 )
 @dataclass(frozen=True)
 class RocmAttentionMetadata(AttentionMetadata):
