@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from purepage.bridges.aiter import package as aiter_package
-from purepage.kernels.archs.arch import arch_facts
+from purepage.kernels.archs import arch_facts
 
 from .cases import Case
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from purepage.functional.cache import CacheSpec
 from purepage.functional.errors import UnsupportedError
-from purepage.kernels.archs.arch import arch_facts
+from purepage.kernels.archs import amd_archs, arch_facts
 from purepage.kernels.compile_check import Job, ResourceUsage, compile_for, jobs_of
 from purepage.kernels.launch import Program
 from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention, shared_bytes
@@ -27,19 +27,19 @@ from purepage.kernels.plans.writers import CacheShape, RopeShape, UpdateShape, p
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "amd_isa"
 RESULTS = ROOT / "benchmarks" / "results"
-ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx1250")
+ARCHS = amd_archs()
 
 OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 
 
 def native_fp8(arch: str) -> str:
     """The e4m3 kind that the architecture converts in hardware; where it has none, the one that its caches usually hold."""
-    return FNUZ if FNUZ in arch_facts(arch).fp8 else OCP
+    return FNUZ if FNUZ in arch_facts(arch).hardware_fp8 else OCP
 
 
 def foreign_fp8(arch: str) -> str:
     """An e4m3 kind that the architecture does not convert: the kernels decode it themselves."""
-    return OCP if FNUZ in arch_facts(arch).fp8 else FNUZ
+    return OCP if FNUZ in arch_facts(arch).hardware_fp8 else FNUZ
 
 
 def _spec(arch: str, head_size: int, kv_heads: int, cache: str, block_size: int, content: str, num_blocks: int) -> CacheSpec:

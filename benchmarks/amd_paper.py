@@ -14,7 +14,7 @@ from typing import Any
 
 from purepage.bridges.aiter import package as aiter_package
 from purepage.functional.cache import CacheSpec
-from purepage.kernels.archs.arch import arch_facts
+from purepage.kernels.archs import amd_archs, arch_facts
 from purepage.kernels.compile_check import SIMDS, ResourceUsage, compile_job, jobs_of, read_usage
 from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
 
@@ -68,7 +68,7 @@ PARTS = {
     "gfx942": Part("MI300X", 5.3e12, 1307e12, 304, 2.1e9, 128, 128, 64, 16),
     "gfx950": Part("MI355X", 8.0e12, 2500e12, 256, 2.4e9, 256, 128, 64, 8),
 }
-ELSEWHERE = ("gfx90a", "gfx1100", "gfx1201", "gfx1250")
+ELSEWHERE = tuple(arch for arch in amd_archs(configured_alone=True) if arch not in PARTS)
 ELSEWHERE_CASES = ("decode 64 x 8192", "prefill 1 x 8192")
 MEMORY_LATENCY, CACHE_LATENCY = 800 * NS, 300 * NS
 """Assumed: of a load from HBM under load (keys and values in decode), and of one that other programs brought into a cache before (keys

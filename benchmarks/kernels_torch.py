@@ -313,10 +313,10 @@ def variants(case: Case, quick: bool):
         return
     if case in PREFILL[:4]:
         for row in TILED_VARIANTS:
-            yield f"{row.rows}x{row.tile} w{row.num_warps} s{row.num_stages}", {"tiled": row}
+            yield f"{row.block_m}x{row.block_n} w{row.num_warps} s{row.num_stages}", {"tiled": row}
     elif case in DECODE[:6]:
         for row in SPLIT_VARIANTS:
-            yield f"{row.tile} w{row.num_warps} s{row.num_stages} p{row.programs_per_cu}", {"split": row}
+            yield f"{row.block_n} w{row.num_warps} s{row.num_stages} p{row.splits_per_cu}", {"split": row}
 
 
 def compile_only(job: tuple[Case, dict, str, int]) -> str | None:

@@ -8,10 +8,7 @@ from typing import Any
 
 import jax
 
-from ..kernels.archs.arch import ARCHS
-
-_WAVE64 = ("gfx9",)
-"""CDNA and GCN run 64 threads a wave; RDNA (gfx10 and up, gfx1250 too) runs 32."""
+from ..kernels.archs import ARCHS, find_arch
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,11 @@ class Arch:
 
 
 def wave_size(name: str) -> int:
-    """Threads that run in step on an architecture: 1 for "cpu", 32 for "sm_*", 64 or 32 for "gfx*"."""
-    if name == "cpu":
-        return 1
-    return 64 if name.startswith(_WAVE64) else 32
+    """Threads of a warp (AMD: wave) on an architecture; of one without facts, 64 on gfx9 (CDNA, GCN) and 32 elsewhere."""
+    facts = find_arch(name)
+    if facts is not None:
+        return facts.wave_size
+    return 64 if name.startswith("gfx9") else 32
 
 
 def arch_of(device: Any) -> Arch:

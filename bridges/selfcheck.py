@@ -17,6 +17,7 @@ from ..functional.attention import paged_attention
 from ..functional.cache_writers import update_cache
 from ..functional.dispatch import IMPLEMENTATIONS
 from ..functional.errors import UnsupportedError
+from ..functional.fp8 import e4m3_dtype
 from ..functional.fused_writers import rope_and_update_cache
 from ..functional.testing import assert_close, random_batch, reference_rope
 from .arch import Arch, default_arch
@@ -107,7 +108,7 @@ def _bytes(array: Any) -> np.ndarray:
 
 def cases(arch: Arch) -> tuple[Case, ...]:
     """The grid; fp8 in the kind that the arch's hardware has."""
-    fp8 = ml_dtypes.float8_e4m3fnuz if arch.name.startswith("gfx94") else ml_dtypes.float8_e4m3fn
+    fp8 = e4m3_dtype(arch.name).type
     slopes, sinks = (0.5, 0.25, 0.125, 1.0), (0.3, -1.0, 5.0, -np.inf)
     features = {
         "window": {"sliding_window": 9},

@@ -31,11 +31,14 @@ KV_CACHE_DTYPES: Mapping[str, np.dtype] = {
 
 
 def e4m3_dtype(arch: str | None) -> np.dtype:
-    """The e4m3 kind of an arch's vLLM: e4m3fnuz on gfx94x, e4m3fn elsewhere (None, "cpu" and "sm_90" too).
+    """The e4m3 kind that vLLM uses on an arch: e4m3fnuz on gfx942 and its steppings, e4m3fn elsewhere (None, "cpu" and "sm_90" too).
 
-    AITER's Triton kernels choose e4m3fnuz on gfx11xx too, where vLLM and purepage say e4m3fn (SEMANTICS.md, II.7).
+    AITER's Triton kernels choose e4m3fnuz on gfx11xx too, where vLLM and purepage choose e4m3fn.
     """
-    return _E4M3FNUZ if arch is not None and arch.startswith("gfx94") else _E4M3FN
+    from ..kernels.archs import find_arch  # values without dependencies
+
+    facts = find_arch(arch)
+    return _E4M3FN if facts is None else jnp.dtype(facts.vllm_e4m3)
 
 
 def kv_cache_dtype(name: str, *, model_dtype: Any, arch: str | None = None) -> np.dtype:

@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  # names bfloat16 and the fp8 kinds to NumPy
 import numpy as np
 
-from .archs.arch import arch_facts
+from .archs import arch_facts
 from .launch import Buffer, Launch, Program, without_descriptors
 
 POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16"}
@@ -39,7 +39,7 @@ class ResourceUsage:
     """What one compiled kernel needs of one architecture.
 
     Attributes:
-      kernel, arch: name of the `@triton.jit` function; architecture as `purepage.kernels.archs.arch` names it.
+      kernel, arch: name of the `@triton.jit` function; architecture as `purepage.kernels.archs` names it.
       num_warps: waves of a workgroup.
       vgprs: registers of a lane, AGPRs included; agprs: those of them that only gfx9's matrix unit and copies can use.
       sgprs: scalar registers of a wave.

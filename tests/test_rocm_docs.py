@@ -15,13 +15,13 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 from purepage.bridges import triton as bridge
 from purepage.bridges.aiter import rules as aiter_rules
-from purepage.bridges.arch import Arch
+from purepage.bridges.arch import named_arch
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
+from purepage.kernels.archs import amd_archs
 
 PAGE = Path(__file__).parents[1] / "docs/rocm.md"
 RESULTS = PAGE.parents[1] / "benchmarks/results/h200_aiter_in_jit.json"
-ARCHS = {"gfx90a": (104, 64), "gfx942": (304, 64), "gfx950": (256, 64), "gfx1100": (96, 32), "gfx1201": (64, 32), "gfx1250": (256, 32)}
 
 
 def cache_of(content, dtype):
@@ -95,12 +95,13 @@ ROWS = {
 
 
 def table():
-    lines = ["| call | " + " | ".join(ARCHS) + " |", "|---" * (len(ARCHS) + 1) + "|"]
+    archs = amd_archs(configured_alone=True)
+    lines = ["| call | " + " | ".join(archs) + " |", "|---" * (len(archs) + 1) + "|"]
     for name, (operation, make) in ROWS.items():
         call, cells = make(), []
-        for arch, (units, wave) in ARCHS.items():
+        for arch in archs:
             serving = []
-            if not aiter_rules.rule_refusals(operation, call, True, Arch("rocm", arch, units, wave)):
+            if not aiter_rules.rule_refusals(operation, call, True, named_arch(arch)):
                 serving.append("aiter")
             if not bridge.plan_refusals(operation, call, arch):
                 serving.append("triton")

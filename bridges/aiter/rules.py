@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...functional.cache import CacheSpec, KVCache
 from ...functional.calls import PagedAttentionCall, QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
+from ...kernels.archs import ARCHS, find_arch
 from ..arch import Arch, default_arch
 from ..triton import INTERPRETER_HINT, INTERPRETER_VARIABLE
 from . import package as package
@@ -27,16 +28,10 @@ SPLIT_KERNEL_FROM = 512
 """AITER's choice between its two kernels: never the split one for at most this many keys."""
 
 _FULL = tuple(jnp.dtype(name) for name in ("float16", "bfloat16"))
-_PLATFORM_FP8 = {"gfx942": "float8_e4m3fnuz", "gfx940": "float8_e4m3fnuz", "gfx941": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
-"""fp8 kinds where vLLM, AITER's Triton and its HIP code agree and the hardware has it. gfx12: they disagree from release to release."""
-
 
 RECORD_VARIABLE = "PUREPAGE_AITER_COMMAND_BUFFER"
 """Environment variable: 1 lets XLA record operators that allocate nothing into its command buffers. They must have run once in the process
 with the same shapes, unrecorded: AITER's kernels compile when first called, which a recording does not survive."""
-
-_HIP_ARCHS = ("gfx942", "gfx950")
-"""What AITER's HIP code is written for."""
 
 
 def recording_allowed() -> bool:
@@ -65,7 +60,14 @@ def takes_score_scale() -> bool:
 
 def platform_fp8(arch: Arch) -> str | None:
     """The fp8 kind that AITER means on an architecture; None where it has none that works."""
-    return _PLATFORM_FP8.get(package.FOREIGN_ARCH if arch.platform != "rocm" else arch.name)
+    facts = find_arch(package.FOREIGN_ARCH if arch.platform != "rocm" else arch.name)
+    return None if facts is None else facts.aiter_e4m3
+
+
+def splits_every_decode(arch: Arch) -> bool:
+    """Whether AITER splits each decode step on an architecture, however many programs there are."""
+    facts = find_arch(arch.name)
+    return facts is not None and facts.aiter_splits_decode
 
 
 def splits_a_sequence(call: PagedAttentionCall) -> bool:
@@ -74,7 +76,7 @@ def splits_a_sequence(call: PagedAttentionCall) -> bool:
     heads, kv_heads = call.query.shape[1], call.cache.local_spec.num_kv_heads
     rows = max(16 // (heads // kv_heads), 1)
     programs = ((sequences if decode else call.query.shape[0]) // rows + sequences) * kv_heads
-    few = programs <= 4 * arch.compute_units or (decode and arch.name == "gfx1250")
+    few = programs <= 4 * arch.compute_units or (decode and splits_every_decode(arch))
     return call.sliding_window is None and (call.metadata.max_seq_len or _width(call)) > SPLIT_KERNEL_FROM and few
 
 
@@ -95,8 +97,9 @@ def rule_refusals(operation: str, call: Any, explicit: bool, arch: Arch) -> tupl
     """What the operator itself can't do on an architecture, wherever it is asked."""
     reasons = _RULES[operation](call, arch)
     name = operator_of(operation, call, arch)
-    if package.OPERATORS[name].hip and arch.name not in _HIP_ARCHS:
-        reasons = (f"{name} is HIP code for {' and '.join(_HIP_ARCHS)}, not {arch.name}", *reasons)
+    hip_archs = [facts.name for facts in ARCHS.values() if facts.aiter_hip]
+    if package.OPERATORS[name].hip and arch.name not in hip_archs:
+        reasons = (f"{name} is HIP code for {' and '.join(hip_archs)}, not {arch.name}", *reasons)
     if not explicit and name == "paged_attention_decode" and not paged_decode_wanted():
         hint = f"its paged decode can, asked for by name or with {DECODE_VARIABLE}=1"
         reasons = (*_unified_attention(call, arch), hint)

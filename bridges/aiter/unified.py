@@ -28,7 +28,15 @@ from ..arch import default_arch
 from ..callback import call_torch
 from . import package as package
 from .decode import paged_decode
-from .rules import SPLIT_KERNEL_FROM, decodes, finite_cache_promised, recording_allowed, splits_a_sequence, takes_score_scale
+from .rules import (
+    SPLIT_KERNEL_FROM,
+    decodes,
+    finite_cache_promised,
+    recording_allowed,
+    splits_a_sequence,
+    splits_every_decode,
+    takes_score_scale,
+)
 from .views import TILE, Pages, native_page, page_table, pages, token_sequences, window_table
 
 _MASKED_PAGE = 8
@@ -108,7 +116,7 @@ def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, 
         odd_head = spec.head_size & (spec.head_size - 1)  # the split kernel's reduction does not compile for no power of two
         if odd_head:
             most = min(most, SPLIT_KERNEL_FROM)
-        if metadata.max_query_len == 1 and not (odd_head and default_arch().name == "gfx1250"):  # which splits every such step
+        if metadata.max_query_len == 1 and not (odd_head and splits_every_decode(default_arch())):
             query, rows, longest = jnp.take(query, jnp.clip(starts[:-1], 0, query.shape[0] - 1), axis=0), "sequences", 1
             starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
     else:

@@ -6,8 +6,9 @@ from typing import Any
 
 from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
-from ..archs.arch import Arch, arch_facts, over_limits
-from ..archs.configs import SPLIT, TILED, DecodeConfig, PrefillConfig, narrowed, row_for, smaller
+from ..archs import Arch, arch_facts
+from ..archs.choice import config_for, narrowed, over_limits, smaller
+from ..archs.configs import ANY, FP8, KV_DESCRIPTOR, DecodeConfig, PrefillConfig
 from ..launch import Buffer, Descriptor, Launch, Program
 from .page_copy import on_the_copy, stage_launch, staged_constants, staged_shape
 
@@ -128,7 +129,7 @@ def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_o
                 shape,
                 arch,
                 rows=rows_of(candidate),
-                tile=candidate.tile,
+                tile=candidate.block_n,
                 num_stages=candidate.num_stages,
                 reload_query=channels_at_a_time(shape.head_pad, candidate),
             ),
@@ -165,7 +166,7 @@ def plan_paged_attention(
 
     Args:
       shape: what is static about the call.
-      arch: see `purepage.kernels.archs.arch`.
+      arch: see `purepage.kernels.archs`.
       num_cus: compute units of the device; default: the arch's usual part.
       tiled, split: tile sizes in place of the tables'.
 
@@ -185,20 +186,20 @@ def plan_paged_attention(
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
-    split_row = _fit(shape, facts, _row(SPLIT, shape, facts), split, lambda row: _split_rows(shape, row)[2])
+    split_row = _fit(shape, facts, _row(facts.decode, shape, facts), split, lambda row: _split_rows(shape, row)[2])
     split_tokens = _split_rows(shape, split_row)[1]
     uses_tiled = shape.max_query_len > split_tokens
     if uses_tiled and shape.num_seqs == 1:
         split_tokens = 0  # the one sequence is a prefill
-    tiled_row = _fit(shape, facts, _row(TILED, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
+    tiled_row = _fit(shape, facts, _row(facts.prefill, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
 
     names = {**inputs, **outputs}
     common = _common_constants(shape, facts)
     launches, scratch = [], {}
     if shape.num_tokens:
-        staged = staged_shape(shape, tiled_row.stage) if uses_tiled and _pages(shape, tiled_row) is None else None
+        staged = staged_shape(shape, tiled_row.page_copy_from) if uses_tiled and _pages(shape, tiled_row) is None else None
         if staged is not None:
-            row = _fit(staged, facts, _row(TILED, staged, facts), tiled, lambda row: _tiled_rows(staged, row)[2])
+            row = _fit(staged, facts, _row(facts.prefill, staged, facts), tiled, lambda row: _tiled_rows(staged, row)[2])
             stage, scratch = stage_launch(shape, staged, split_tokens, common)
             constants = staged_constants(_common_constants(staged, facts), common)
             launches += [stage, on_the_copy(_tiled_launch(staged, row, split_tokens, names, constants))]
@@ -219,18 +220,18 @@ def plan_paged_attention(
 
 
 def _hardware_fp8(shape: PagedAttentionShape, arch: Arch) -> bool:
-    return shape.cache.dtype.name in arch.fp8 and (shape.query_dtype in ITEMSIZE or shape.query_dtype in arch.fp8)
+    return shape.cache.dtype.name in arch.hardware_fp8 and (shape.query_dtype in ITEMSIZE or shape.query_dtype in arch.hardware_fp8)
 
 
-def _row(tables: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
-    kind = "fp8" if shape.cache.is_quantized else ("descriptors" if _pitch(shape) else "")
-    row = row_for(tables, arch.name, shape.head_pad, kind=kind)
+def _row(table: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
+    kind = FP8 if shape.cache.is_quantized else KV_DESCRIPTOR if _pitch(shape) else ANY
+    row = config_for(arch, table, shape.head_pad, kind=kind)
     # float8_e5m2 is the upper half of a float16: decoding it takes no registers.
     decoded = shape.cache.is_quantized and shape.cache.dtype.name != "float8_e5m2" and not _hardware_fp8(shape, arch)
-    straddles = shape.cache.block_size % row.tile != 0
+    straddles = shape.cache.block_size % row.block_n != 0
     crowded = shape.head_pad > 64 and (shape.has_alibi or straddles or shape.query_dtype not in ITEMSIZE)
     float32, biased = shape.compute_dtype == "float32", shape.qq_bias is not None
-    return narrowed(row, arch, float32=float32, biased=biased, crowded=crowded, decoded=decoded)
+    return narrowed(row, arch, float32=float32, has_bias=biased, crowded=crowded, decoded_fp8=decoded)
 
 
 def _pitch(shape: PagedAttentionShape) -> int:
@@ -252,32 +253,32 @@ def _pitch(shape: PagedAttentionShape) -> int:
 
 
 def _pages(shape: PagedAttentionShape, row: PrefillConfig) -> Descriptor | None:
-    pitch = _pitch(shape) if row.descriptors else 0
-    if not pitch or shape.cache.block_size % row.tile:
+    pitch = _pitch(shape) if row.kv_descriptor else 0
+    if not pitch or shape.cache.block_size % row.block_n:
         return None
     rows = math.prod(shape.cache.shape) // pitch
-    return Descriptor("cache", shape.cache.dtype.name, (rows, pitch), (row.tile, shape.head_pad)) if rows < 2**31 else None
+    return Descriptor("cache", shape.cache.dtype.name, (rows, pitch), (row.block_n, shape.head_pad)) if rows < 2**31 else None
 
 
 def sums_of(row: PrefillConfig | DecodeConfig) -> int:
-    return row.sums if row.sums and row.tile % row.sums == 0 else 0
+    return row.partial_sums if row.partial_sums and row.block_n % row.partial_sums == 0 else 0
 
 
 def edge_of(row: PrefillConfig | DecodeConfig) -> int:
-    return min(row.edge or row.tile, row.tile)
+    return min(row.masked_block_n or row.block_n, row.block_n)
 
 
 def _tiled_rows(shape: PagedAttentionShape, row: PrefillConfig) -> tuple[int, int, int]:
     """(heads of a group, query tokens, rows) of one program."""
-    heads = ceil_div(shape.group, ceil_div(shape.group, row.rows))
-    rows = min(row.rows, max(16, next_power_of_two(heads * shape.max_query_len)))
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.block_m))
+    rows = min(row.block_m, max(16, next_power_of_two(heads * shape.max_query_len)))
     return heads, rows // heads, rows
 
 
 def _split_rows(shape: PagedAttentionShape, row: DecodeConfig) -> tuple[int, int, int]:
     """(heads of a group, most query tokens, rows). The matrix unit has 16 rows at least: several query tokens may share them at no cost."""
-    heads = ceil_div(shape.group, ceil_div(shape.group, row.max_rows))
-    tokens = shape.max_query_len if shape.max_query_len * heads <= row.max_rows else max(1, 16 // heads)
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.max_block_m))
+    tokens = shape.max_query_len if shape.max_query_len * heads <= row.max_block_m else max(1, 16 // heads)
     tokens = max(1, min(tokens, shape.max_query_len))
     return heads, tokens, max(16, next_power_of_two(heads * tokens))
 
@@ -393,7 +394,7 @@ def _tiled_launch(
             TOKENS=tokens,
             ROWS=rows,
             SPLIT_TOKENS=split_tokens,
-            TILE=row.tile,
+            TILE=row.block_n,
         ),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
@@ -406,8 +407,8 @@ def _split_launches(
 ) -> tuple[list[Launch], dict[str, Buffer]]:
     heads, tokens, rows = _split_rows(shape, row)
     head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
-    keys = shape.longest if shape.sliding_window is None else min(shape.longest, shape.sliding_window + tokens + row.tile)
-    programs = max(1, min(cus * row.programs_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.tile)))
+    keys = shape.longest if shape.sliding_window is None else min(shape.longest, shape.sliding_window + tokens + row.block_n)
+    programs = max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
     part_rows = 2 * programs * head_blocks * heads * tokens
     scratch = {
         "part_acc": Buffer((part_rows, shape.cache.head_size), "float32"),
@@ -428,7 +429,7 @@ def _split_launches(
         HEADS=heads,
         ROWS=rows,
         SPLIT_TOKENS=tokens,
-        TILE=row.tile,
+        TILE=row.block_n,
     )
     split = Launch(
         kernel=SPLIT_KERNEL,
@@ -470,9 +471,9 @@ def _split_launches(
             HEADS=heads,
             ROWS=merged,
             SPLIT_TOKENS=tokens,
-            TILE=row.tile,
+            TILE=row.block_n,
         ),
-        num_warps=row.reduce_warps,
+        num_warps=row.reduce_num_warps,
         num_stages=1,
     )
     return [split, reduce], scratch

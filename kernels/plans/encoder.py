@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
-from ..archs.arch import Arch, arch_facts, over_limits
-from ..archs.configs import TILED, PrefillConfig, narrowed, row_for, smaller
+from ..archs import Arch, arch_facts
+from ..archs.choice import config_for, narrowed, over_limits, smaller
+from ..archs.configs import PrefillConfig
 from ..launch import Buffer, Launch, Program
 from .attention import PagedAttentionShape, ceil_div, channels_at_a_time, edge_of, next_power_of_two, shared_bytes, sums_of
 
@@ -41,13 +42,13 @@ class EncoderShape:
 
 def _heads_and_rows(shape: EncoderShape, row: PrefillConfig) -> tuple[int, int]:
     """(heads of a group, rows) of one program."""
-    heads = ceil_div(shape.group, ceil_div(shape.group, row.rows))
-    return heads, min(row.rows, max(16, next_power_of_two(heads * shape.max_query_len)))
+    heads = ceil_div(shape.group, ceil_div(shape.group, row.block_m))
+    return heads, min(row.block_m, max(16, next_power_of_two(heads * shape.max_query_len)))
 
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: PrefillConfig | None) -> PrefillConfig:
     """The override, or the tables' row, made smaller until it keeps the arch's limits."""
-    row = override or narrowed(row_for(TILED, arch.name, shape.head_pad), arch, float32=shape.dtype == "float32")
+    row = override or narrowed(config_for(arch, arch.prefill, shape.head_pad), arch, float32=shape.dtype == "float32")
     while True:
         why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
         if why is None:
@@ -76,7 +77,7 @@ def _shared_bytes(shape: EncoderShape, arch: Arch, row: PrefillConfig) -> int:
     )
     rows = _heads_and_rows(shape, row)[1]
     return shared_bytes(
-        paged, arch, rows=rows, tile=row.tile, num_stages=row.num_stages, reload_query=channels_at_a_time(shape.head_pad, row)
+        paged, arch, rows=rows, tile=row.block_n, num_stages=row.num_stages, reload_query=channels_at_a_time(shape.head_pad, row)
     )
 
 
@@ -85,7 +86,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
 
     Args:
       shape: what is static about the call.
-      arch: see `purepage.kernels.archs.arch`.
+      arch: see `purepage.kernels.archs`.
       num_cus: not used: the grid follows from the tokens.
       tiled: tile sizes in place of the table's.
 
@@ -130,7 +131,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
             ("HEAD_PAD", shape.head_pad),
             ("RELOAD_QUERY", channels_at_a_time(shape.head_pad, row)),
             ("SUMS", sums_of(row)),
-            ("TILE", row.tile),
+            ("TILE", row.block_n),
             ("EDGE", edge_of(row)),
             ("KIND", shape.dtype),
             ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers

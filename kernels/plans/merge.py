@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..archs.arch import arch_facts
+from ..archs import arch_facts
 from ..launch import Buffer, Launch, Program
 from .attention import ceil_div, next_power_of_two
 from .writers import tokens_of_tile, warps_of_tile
@@ -26,7 +26,7 @@ def plan_merge(shape: MergeShape, arch: str, *, num_cus: int | None = None) -> P
 
     Args:
       shape: what is static about the call.
-      arch: see `purepage.kernels.archs.arch`.
+      arch: see `purepage.kernels.archs`.
       num_cus: compute units of the device; default: the arch's usual part.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ...functional.cache import CacheSpec
-from ..archs.arch import Arch, arch_facts
+from ..archs import Arch, arch_facts
 from ..launch import Buffer, Launch, Program
 from .attention import ceil_div, next_power_of_two
 
@@ -72,7 +72,7 @@ def cache_constants(cache: CacheShape, arch: Arch) -> dict[str, Any]:
         "STORED": spec.dtype.name,
         "K_SCALE_HEADS": spec.num_kv_heads if cache.k_scale_per_head else 1,
         "V_SCALE_HEADS": spec.num_kv_heads if cache.v_scale_per_head else 1,
-        "HARDWARE_FP8": spec.dtype.name in arch.fp8,
+        "HARDWARE_FP8": spec.dtype.name in arch.hardware_fp8,
         "K_SIDE": astuple(key),
         "V_SIDE": astuple(value),
     }
@@ -110,7 +110,7 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
 
     Args:
       shape: what is static about the call.
-      arch: see `purepage.kernels.archs.arch`.
+      arch: see `purepage.kernels.archs`.
       num_cus: compute units of the device; default: the arch's usual part.
 
     Returns:
@@ -210,7 +210,7 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
 
     Args:
       shape: what is static about the call.
-      arch: see `purepage.kernels.archs.arch`.
+      arch: see `purepage.kernels.archs`.
       num_cus: compute units of the device; default: the arch's usual part.
 
     Returns:

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from purepage.bridges.arch import Arch, arch_of, default_arch, gfx_name, wave_size
+from purepage.kernels.archs import ARCHS
 
 
 def device(platform="gpu", *, version="", capability="", kind="", cores=0):
@@ -30,11 +31,13 @@ def test_a_device_has_the_name_of_its_tuning_tables(case):
     assert arch_of(given) == expected
 
 
-THREADS = {1: ["cpu"], 32: ["sm_80", "sm_90", "gfx1100", "gfx1151", "gfx1201", "gfx1250"], 64: ["gfx90a", "gfx942", "gfx950"]}
+@pytest.mark.parametrize("name", ARCHS)
+def test_a_wave_has_the_threads_that_the_facts_say(name):
+    assert wave_size(name) == ARCHS[name].wave_size
 
 
-@pytest.mark.parametrize(("threads", "name"), [(threads, name) for threads, names in THREADS.items() for name in names])
-def test_cdna_has_64_threads_a_wave_and_other_gpus_32(threads, name):
+@pytest.mark.parametrize(("name", "threads"), [("gfx908", 64), ("gfx1030", 32), ("sm_100", 32)])
+def test_gfx9_has_64_threads_a_wave_and_other_gpus_without_facts_32(name, threads):
     assert wave_size(name) == threads
 
 

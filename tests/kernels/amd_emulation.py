@@ -17,7 +17,7 @@ from purepage.bridges.launcher import pointer_dtype
 from purepage.bridges.triton_calls import OPERATIONS
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import EncoderAttentionCall, MergeCall, QkNormRopeUpdateCall, RopeUpdateCall, RotaryCall, UpdateCacheCall
-from purepage.kernels.archs.arch import arch_facts
+from purepage.kernels.archs import arch_facts
 from purepage.kernels.triton.run import kernel_of
 from purepage.testing import (
     assert_close,
@@ -40,11 +40,11 @@ def case(check):
 
 
 def native_fp8(arch):
-    return ml_dtypes.float8_e4m3fnuz if "float8_e4m3fnuz" in arch_facts(arch).fp8 else ml_dtypes.float8_e4m3fn
+    return ml_dtypes.float8_e4m3fnuz if "float8_e4m3fnuz" in arch_facts(arch).hardware_fp8 else ml_dtypes.float8_e4m3fn
 
 
 def foreign_fp8(arch):
-    return ml_dtypes.float8_e4m3fn if "float8_e4m3fnuz" in arch_facts(arch).fp8 else ml_dtypes.float8_e4m3fnuz
+    return ml_dtypes.float8_e4m3fn if "float8_e4m3fnuz" in arch_facts(arch).hardware_fp8 else ml_dtypes.float8_e4m3fnuz
 
 
 def emulate(operation, call, arch, *, num_cus=2):

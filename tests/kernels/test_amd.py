@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from purepage.kernels import compile_check as verify
-from purepage.kernels.archs.arch import FNUZ, OCP, arch_facts
-from purepage.kernels.archs.configs import SPLIT, TILED
+from purepage.kernels.archs import FNUZ, OCP, arch_facts
 from purepage.kernels.compile_check import compile_for, jobs_of
 
 pytest.importorskip("triton")
@@ -29,10 +28,10 @@ PART = (
     "write D256 foreign fp8 interleaved",
     "qk-norm+mrope+write D128 native fp8",
 )
-SAME_ROWS = {"gfx1151": PART[3:6]}
-"""An architecture whose rows are another's, which has all of `PART`, needs less of it."""
+SMALLER_PART = PART[3:6]
+"""Of an architecture that follows another one, for which all of `PART` is compiled."""
 FULL = os.environ.get("PUREPAGE_FULL_AMD") == "1"
-CHOSEN = [(arch, variant) for arch in ARCHS for variant in (VARIANTS if FULL else SAME_ROWS.get(arch, PART))]
+CHOSEN = [(arch, variant) for arch in ARCHS for variant in (VARIANTS if FULL else SMALLER_PART if arch_facts(arch).follows else PART)]
 
 
 @pytest.mark.parametrize("arch, variant", CHOSEN)
@@ -48,7 +47,7 @@ def test_the_kernels_that_the_tables_choose_keep_every_bar(arch, variant):
 def test_a_kernel_converts_in_hardware_only_the_fp8_kinds_that_the_arch_has(arch, kind):
     for program in (attention(128, cache=kind)(arch), writer(128, kind)(arch)):
         asked = [dict(launch.constants)["HARDWARE_FP8"] for launch in program.launches if "HARDWARE_FP8" in dict(launch.constants)]
-        assert asked and all(hardware == (kind in arch_facts(arch).fp8) for hardware in asked)
+        assert asked and all(hardware == (kind in arch_facts(arch).hardware_fp8) for hardware in asked)
 
 
 class Deadly(str):
@@ -70,8 +69,3 @@ def test_a_kernel_is_compiled_once(monkeypatch):
     monkeypatch.setattr(verify, "_Compiler", None)
     assert compile_for([job], cache_dir=CACHE) == first[:1]
     assert first[0] == first[1] and first[0].arch == "gfx942"
-
-
-@pytest.mark.parametrize("table", (TILED, SPLIT), ids=("tiled", "split"))
-def test_an_arch_without_a_sweep_of_its_own_has_the_rows_of_the_one_that_is_swept(table):
-    assert table["gfx1151"] == table["gfx1100"]

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from processes import run
 
+from purepage.kernels.archs import amd_archs
+
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT.parent / "shared"
-ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "gfx1250")
+ARCHS = amd_archs(configured_alone=True)
 CASES = 12
 
 pytestmark = pytest.mark.skipif(

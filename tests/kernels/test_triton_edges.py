@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 attention = pytest.importorskip("test_triton_attention")
 
 BF16 = ml_dtypes.bfloat16
-LATER = {"edge": 8, "late_clamp": True}
+LATER = {"masked_block_n": 8, "late_clamp": True}
 ROWS = {
     "within a page": {"tiled": PrefillConfig(16, 16, 1, 1, **LATER), "split": DecodeConfig(16, 1, 1, 2, **LATER, values_first=True)},
     "over pages": {"tiled": PrefillConfig(16, 32, 1, 1, **LATER), "split": DecodeConfig(32, 1, 1, 2, 16, **LATER, values_first=True)},

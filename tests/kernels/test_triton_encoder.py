@@ -13,8 +13,8 @@ from pairwise import case_id, pairwise
 
 import purepage as pp
 from purepage.functional.testing import reference_encoder_attention
-from purepage.kernels.archs.arch import ARCHS
-from purepage.kernels.archs.configs import TILED
+from purepage.kernels.archs import ARCHS
+from purepage.kernels.archs.configs import ANY
 from purepage.kernels.plans.encoder import EncoderShape, plan_encoder_attention
 from purepage.testing import assert_close
 
@@ -109,7 +109,7 @@ def test_no_sequences_or_no_tokens_give_zeros():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_plan_keeps_the_limits_of_its_arch_for_every_head_size(arch):
     for dtype, largest in (("bfloat16", 512), ("float32", 256)):
-        for head_size in (size for size in (32, 80, 128, 256, 512) if size <= min(largest, max(TILED[arch]))):
+        for head_size in (size for size in (32, 80, 128, 256, 512) if size <= min(largest, max(ARCHS[arch].prefill[ANY]))):
             shape = EncoderShape(
                 num_tokens=100,
                 num_seqs=3,

@@ -20,12 +20,12 @@ attention = pytest.importorskip("test_triton_attention")
 BF16 = ml_dtypes.bfloat16
 FIXED = {"optimistic": True, "frozen_max": True}
 ROWS = {
-    "sums": PrefillConfig(16, 16, 1, 1, **FIXED, sums=4),
+    "sums": PrefillConfig(16, 16, 1, 1, **FIXED, partial_sums=4),
     "one sum": PrefillConfig(16, 16, 1, 1, **FIXED),
-    "small edges": PrefillConfig(32, 16, 1, 1, **FIXED, sums=4, edge=8),
-    "descriptors": PrefillConfig(16, 16, 1, 1, **FIXED, sums=4, descriptors=True),
+    "small edges": PrefillConfig(32, 16, 1, 1, **FIXED, partial_sums=4, masked_block_n=8),
+    "descriptors": PrefillConfig(16, 16, 1, 1, **FIXED, partial_sums=4, kv_descriptor=True),
 }
-SPLIT = DecodeConfig(16, 1, 1, 2, max_rows=16)
+SPLIT = DecodeConfig(16, 1, 1, 2, max_block_m=16)
 LONG = {"dtype": BF16, "max_query_len": 40, "max_seq_len": 130}
 
 

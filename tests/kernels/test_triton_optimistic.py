@@ -20,9 +20,9 @@ attention = pytest.importorskip("test_triton_attention")
 
 BF16 = ml_dtypes.bfloat16
 ROWS = {
-    "pointers": PrefillConfig(16, 16, 1, 1, optimistic=True, sums=4),
-    "descriptors": PrefillConfig(16, 16, 1, 1, optimistic=True, sums=4, descriptors=True),
-    "part of a page": PrefillConfig(16, 8, 1, 1, optimistic=True, sums=8, descriptors=True),
+    "pointers": PrefillConfig(16, 16, 1, 1, optimistic=True, partial_sums=4),
+    "descriptors": PrefillConfig(16, 16, 1, 1, optimistic=True, partial_sums=4, kv_descriptor=True),
+    "part of a page": PrefillConfig(16, 8, 1, 1, optimistic=True, partial_sums=8, kv_descriptor=True),
 }
 UNUSED = {"NaN": np.nan, "infinite": np.inf, "finite": 3.0}
 
@@ -33,7 +33,7 @@ def fill_unused(batch, value):
         cache[np.isnan(cache.astype(np.float32))] = value
 
 
-SPLIT = DecodeConfig(16, 1, 1, 2, max_rows=16)
+SPLIT = DecodeConfig(16, 1, 1, 2, max_block_m=16)
 LONG = {"max_query_len": 40, "max_seq_len": 100}
 """Of these batches the split kernel takes the short sequences, the tiled kernel the others."""
 
@@ -43,7 +43,7 @@ def planned(row):
 
     def look(program):
         assert program.launches[0].kernel.endswith("paged_attention_tiled")
-        assert any(isinstance(arg, Descriptor) for arg in program.launches[0].args) == row.descriptors
+        assert any(isinstance(arg, Descriptor) for arg in program.launches[0].args) == row.kv_descriptor
 
     return {"rows": {"tiled": row, "split": SPLIT}, "look": look}
 

@@ -21,9 +21,9 @@ attention = pytest.importorskip("test_triton_attention")
 
 BF16, F16 = ml_dtypes.bfloat16, np.float16
 E4M3, E4M3Z, E5M2, E5M2Z = (getattr(ml_dtypes, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
-SPLIT = DecodeConfig(16, 1, 1, 2, max_rows=16)
+SPLIT = DecodeConfig(16, 1, 1, 2, max_block_m=16)
 LONG = {"max_query_len": 40, "max_seq_len": 100}
-ROW = PrefillConfig(16, 16, 1, 1, optimistic=True, sums=4, descriptors=True, stage=1)
+ROW = PrefillConfig(16, 16, 1, 1, optimistic=True, partial_sums=4, kv_descriptor=True, page_copy_from=1)
 
 
 def goes_over_a_copy(program):

@@ -14,7 +14,7 @@ from pool import bits, expected_pool, random_cache
 
 import purepage as pp
 from purepage.functional.layout import CONTENTS, ORDERS
-from purepage.kernels.archs.arch import ARCHS
+from purepage.kernels.archs import ARCHS
 from purepage.kernels.launch import Buffer, Launch, Program
 from purepage.kernels.plans.writers import CacheShape, UpdateShape, plan_update_cache
 from purepage.testing import round_to

@@ -1,0 +1,7 @@
+"""RDNA 3.5: Ryzen AI Max. It has gfx1100's instructions and limits, and nothing was chosen for it alone."""
+
+from dataclasses import replace
+
+from . import gfx1100
+
+ARCH = replace(gfx1100.ARCH, name="gfx1151", follows="gfx1100", products={"Ryzen AI Max+ 395": 20, "Radeon 8060S": 20}, num_cus=20)
