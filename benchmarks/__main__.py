@@ -12,10 +12,9 @@ from typing import Any
 # Both libraries hold memory of one GPU: XLA must not take three quarters of it first.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from benchmarks import cases
+from benchmarks import cases, summary
 from benchmarks.cases import Case, WriterCase
 
-RESULTS = Path(__file__).parent / "results"
 TRACES_VARIABLE = "PUREPAGE_TRACES"
 
 
@@ -31,7 +30,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, default=os.environ.get(TRACES_VARIABLE), help="folder of request traces, for ragged batches")
     parser.add_argument("--lengths", type=Path, help="JSON {trace: [context lengths]} instead of --traces")
     parser.add_argument("--write-lengths", type=Path, help="write that JSON from --traces and stop")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--out", type=Path, default=summary.RESULTS, help="folder of the summary, its table and charts")
+    parser.add_argument("--raw", type=Path, default=summary.RAW, help="folder of the full rows, which git ignores")
     parser.add_argument("--name", help="file name without suffix; default: device and mode")
     parser.add_argument("--draw", type=Path, metavar="JSON", help="only print the table and draw the charts of an earlier run")
     parser.add_argument("--verbose", action="store_true", help="tracebacks of what failed")
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> Path:
     if args.cpu:
         jax.config.update("jax_platforms", "cpu")
     from benchmarks import measure, report
+    from benchmarks.peak import measure_peak
     from benchmarks.peers import CONTENDERS, QUICK_ON_GPU
-    from benchmarks.roof import measure_roof
     from benchmarks.step import TINY, step_rows
     from benchmarks.timing import on_gpu
 
@@ -80,11 +80,11 @@ def run(args: argparse.Namespace) -> Path:
         "mode": mode,
         "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
         "machine": machine,
-        "roof": None,
+        "peak": None,
     }
-    out = report.Report(path, head)
-    head["roof"] = measure_roof() if not args.tiny else {}
-    print(report.table([], head["roof"]), flush=True)
+    out = report.Report(path, head, raw=args.raw)
+    head["peak"] = measure_peak() if not args.tiny else {}
+    print(report.table([], head["peak"]), flush=True)
     out.write()
 
     contenders = {
@@ -143,17 +143,19 @@ def _shown(argv: list[str]) -> list[str]:
 
 
 def finish(path: Path) -> None:
-    """Table and charts of a result file."""
-    from benchmarks import report
+    """Prints the table of a summary, or of full rows, and writes its Markdown table and charts beside it."""
+    from benchmarks import charts, report
 
     content = json.loads(path.read_text())
-    print("\n" + report.table(content["rows"], content["roof"] or {}))
-    for row in content["derived"]:
+    rows = summary.rows_of(content)
+    print("\n" + report.table(rows, content["peak"] or {}))
+    for row in report.derived(rows):
         if "time / " not in row["name"] or "core time" in row["name"]:
             print(f"{row['contender']:36} {row['name']:60} {row['ratio']:.3f}")
-    for chart in report.draw(content["rows"], content, path.with_suffix("")):
+    path.with_suffix(".md").write_text(report.markdown(content))
+    for chart in charts.draw(rows, content, path.with_suffix("")):
         print(chart.name)
-    print(f"{path.name}: {len(content['rows'])} rows, {content.get('seconds', 0):.0f} s")
+    print(f"{path.name}: {len(rows)} rows, {content.get('seconds', 0):.0f} s")
 
 
 def main(argv: list[str] | None = None) -> int:

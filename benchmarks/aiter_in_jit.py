@@ -5,9 +5,9 @@
 
 Each case is one jitted program of `implementation="aiter"`, under the switches of docs/rocm.md that its row names. Its result is compared
 with float32 attention of the dense keys and values at some tokens, and as a whole with ours, over a cache with NaN in every slot that
-nobody owns (finite ones where a switch promises so). Then calls are chained in one program and timed as in `benchmarks`, and the times that
-XLA calls into Python meanwhile are counted: none where it replays its command buffer. "AITER from torch" is the operator in a CUDA graph
-without JAX.
+belongs to no sequence (finite ones where a switch promises so). Then calls are chained in one program and timed as in
+`benchmarks`, and the calls of XLA into Python meanwhile are counted: none where it replays its command buffer. "AITER from torch" is the
+operator in a CUDA graph without JAX.
 
 AITER compiles a kernel when it is first called, which a recording does not survive: rows without the switch come first and leave the
 kernels compiled. The exit status is 1 where a row is wrong, failed, or recordable and yet not recorded, or where AITER served nothing.
@@ -27,6 +27,7 @@ from typing import Any
 # Both libraries hold memory of one GPU: XLA must not take three quarters of it first.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+from benchmarks import summary
 from benchmarks.cases import Case, WriterCase
 
 FINITE, RECORD, DECODE = "PUREPAGE_AITER_FINITE_CACHE", "PUREPAGE_AITER_COMMAND_BUFFER", "PUREPAGE_AITER_PAGED_DECODE"
@@ -52,7 +53,7 @@ class Workload:
 
 
 def _decode(count: int, context: int) -> tuple[tuple[int, int], ...]:
-    """Lengths that leave some slots of each last block to nobody."""
+    """Lengths that leave some slots of each last block unowned."""
     return tuple((1, context - 1 - i % 5) for i in range(count))
 
 
@@ -107,7 +108,7 @@ def over_nan(inputs: Any) -> Any:
         if length % case.block_size:
             unseen[row[length // case.block_size], length % case.block_size :] = True
     if not unseen.any():
-        raise ValueError(f"{case.name} leaves no slot to nobody")
+        raise ValueError(f"{case.name} leaves no unowned slot")
 
     @jax.jit
     def build(key: Any, value: Any, unseen: Any) -> Any:
@@ -272,9 +273,7 @@ def run(args: argparse.Namespace) -> list[Row]:
         rows.append(row)
         print(line(row), flush=True)
         if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            content = {**head, "seconds": time.monotonic() - begin, "rows": rows}
-            args.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
+            summary.write(args.json, {**head, "seconds": time.monotonic() - begin, "rows": rows}, raw=args.raw)
 
     # What matters most comes first: a spent budget cuts the end off.
     attention, writers = (TINY, TINY_WRITERS) if args.cpu else (GPU, WRITERS)
@@ -303,7 +302,8 @@ def _counts(rows: list[Row]) -> Mapping[str, int]:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aiter_in_jit", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--json", type=Path, help="where to write the summary of the rows")
+    parser.add_argument("--raw", type=Path, default=summary.RAW, help="folder of the full rows, which git ignores")
     parser.add_argument("--cpu", action="store_true", help="tiny shapes through Triton's interpreter; times mean nothing")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases with one of these words in their name")
     parser.add_argument("--budget-s", type=float, default=75.0, help="start no case after this many seconds (default 75)")

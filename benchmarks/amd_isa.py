@@ -1,6 +1,7 @@
 """What every Triton kernel needs of every AMD architecture, compiled without a GPU: `python -m benchmarks.amd_isa`.
 
-Writes `benchmarks/results/amd_isa.json` and the same as a table, `amd_isa.md`. `VARIANTS` is the grid; the tests take it from here.
+Writes the table `benchmarks/results/amd_isa.md`, and all fields to `.cache/benchmarks/amd_isa.json`, which git ignores. `VARIANTS` is
+the grid; the tests take it from here.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from benchmarks import summary
 from purepage.functional.cache import CacheSpec
 from purepage.functional.errors import UnsupportedError
 from purepage.kernels.archs import amd_archs, arch_facts
@@ -351,7 +353,8 @@ def main() -> None:
         records = [
             {"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "constants": dict(r.job.launch.constants)} for r in rows
         ]
-        (RESULTS / "amd_isa.json").write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+        summary.RAW.mkdir(parents=True, exist_ok=True)
+        (summary.RAW / "amd_isa.json").write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     bad = [(row, fault) for row in rows for fault in faults(row)]
     print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(bad)} fail a bar")
     for row, fault in bad:

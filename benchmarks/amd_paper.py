@@ -1,7 +1,8 @@
 """What AMD parts could do with our kernels and with AITER's, on paper: `python -m benchmarks.amd_paper`. Nothing is run, nothing measured.
 
 Compiles both for MI300X and MI355X without a GPU, in the configurations that our tuning tables and AITER's own wrapper choose, reads the
-main loops off the assembly, and derives bounds. Writes `benchmarks/results/amd_paper.json` and the same to read, `amd_paper.md`.
+main loops off the assembly, and derives bounds. Writes `benchmarks/results/amd_paper.md`, and the rows to
+`.cache/benchmarks/amd_paper.json`. Run `python -m benchmarks.amd_isa` first: its rows are read.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from purepage.kernels.archs import amd_archs, arch_facts
 from purepage.kernels.compile_check import SIMDS, ResourceUsage, compile_job, jobs_of, read_usage
 from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
 
-from . import amd_paper_text
+from . import amd_paper_text, summary
 from .aiter_launches import compile_recorded, launches_of
 from .amd_isa import RESULTS, native_fp8
 from .amd_loop import Alone, Counts, Instruction, alone, count, is_matrix, main_loop, matrix_cycles, matrix_flops
@@ -274,7 +275,7 @@ def main() -> None:
     if options.arch or options.only:
         print(amd_paper_text.document(rows, [], [], versions, {arch: asdict(part) for arch, part in PARTS.items()}))
         return
-    isa = json.loads((RESULTS / "amd_isa.json").read_text())
+    isa = json.loads((summary.RAW / "amd_isa.json").read_text())
     others = [row for arch in ELSEWHERE for case in CASES if case.name in ELSEWHERE_CASES for row in counted(case, arch)]
     text = amd_paper_text.document(rows, others, isa, versions, {arch: asdict(part) for arch, part in PARTS.items()})
     document = {
@@ -284,7 +285,7 @@ def main() -> None:
         "assumed": {"memory_latency_s": MEMORY_LATENCY, "cache_latency_s": CACHE_LATENCY, "more": list(amd_paper_text.ASSUMPTIONS)},
     }
     lines = ",\n".join("  " + json.dumps(row) for row in (*rows, *others))
-    (RESULTS / "amd_paper.json").write_text(json.dumps(document, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
+    (summary.RAW / "amd_paper.json").write_text(json.dumps(document, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n')
     (RESULTS / "amd_paper.md").write_text(text)
 
 

@@ -177,8 +177,8 @@ def _streams(isa: list[dict[str, Any]], parts: dict[str, Any]) -> list[str]:
         "",
         "## Kernels that only move bytes",
         "",
-        "From the ISA report `amd_isa.json`. Bound on paper: Little's law with every load of the text on its way at once in as many waves",
-        "as registers and LDS allow, 800 ns; where that is above HBM, HBM is the bound.",
+        "From the ISA report (`python -m benchmarks.amd_isa`). Bound on paper: Little's law with every load of the text on its way at once",
+        "in as many waves as registers and LDS allow, 800 ns; where that is above HBM, HBM is the bound.",
         "",
         "| variant | kernel | "
         + " | ".join(f"{part['name']}: bytes a load, waves a SIMD, bound on paper" for part in parts.values())

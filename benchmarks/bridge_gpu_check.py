@@ -1,15 +1,14 @@
 """Checks and times the bridges on a GPU: capture in command buffers, updates in place, streams, equality of the two bridges, threads,
 overhead.
 
-    python benchmarks/bridge_gpu_check.py --json benchmarks/results/bridges_h200.json
-    python benchmarks/bridge_gpu_check.py --small        # the same on a CPU through Triton's interpreter, to see that the script works
+    python -m benchmarks.bridge_gpu_check --json benchmarks/results/h200_bridges.json
+    python -m benchmarks.bridge_gpu_check --small        # the same on a CPU through Triton's interpreter, to see that the script works
 
 Each check stands alone: one that fails is reported with its error and the rest still run. Times are the median of repeated batches, in
 microseconds a call, with the device idle before and waited for after; the exit status counts failed checks.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "bridg
 
 import bridge_kernels as kernels
 
+from benchmarks import summary
 from purepage.bridges import callback, dlpack, jax_triton
 from purepage.bridges.arch import default_arch
 from purepage.bridges.execute import run
@@ -364,7 +364,7 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         result = {"device": vars(arch), "kind": jax.devices()[0].device_kind, "versions": versions(), "rows": report.rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(summary.dumps(result))
     return failed
 
 

@@ -1,12 +1,11 @@
 """Checks and times the paged-attention kernels by themselves, on torch tensors, one tuning row after another.
 
-    PYTHONPATH=. python benchmarks/kernels_torch.py [--only prefill decode check] [--quick] [--json FILE]
+    python -m benchmarks.kernels_torch [--only prefill decode check] [--quick] [--json FILE]
 
-ResourceUsage a GPU, torch, triton and jax (on the CPU, for the cache's types only). Every figure is the median of CUDA-graph replays.
+Needs a GPU, torch, triton and jax (on the CPU, for the cache's types only). Every figure is the median of CUDA-graph replays.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -15,11 +14,13 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 
+from benchmarks import summary
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor
@@ -399,8 +400,8 @@ def main() -> None:
         del tensors, expected
         torch.cuda.empty_cache()
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "triton": triton.__version__, "rows": rows_out}, file, indent=1)
+        content = {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "rows": rows_out}
+        Path(args.json).write_text(summary.dumps(content))
     print(f"{failures} checks failed; {time.time() - begun:.0f} s in all")
     sys.exit(1 if failures else 0)
 

@@ -1,4 +1,4 @@
-"""A Triton kernel that reads memory and does little else: the roof of anything bound by reads."""
+"""A Triton kernel that reads memory and does little else: it measures the peak read bandwidth."""
 
 import triton
 import triton.language as tl

@@ -1,19 +1,17 @@
-"""What a run leaves: JSON, a table on the terminal, a roofline plot and bar charts (PNG and SVG)."""
+"""What a run reports: the machine, its rows on the terminal and on disk, and ratios between cases."""
 
 import importlib.metadata
-import json
 import os
 import platform
-import statistics
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import summary
 from benchmarks.cases import MIXED, WINDOWED
 
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton", "amd-aiter", "ejkernel", "matplotlib", "purepage")
 Row = dict[str, Any]
-SCHEMA = 1
 
 
 def machine() -> Row:
@@ -58,32 +56,28 @@ def _processor() -> str:
 
 
 class Report:
-    """Rows as they come, written to disk after each."""
+    """Rows of a run, written to disk after each: the summary to `path`, everything to the folder `raw`."""
 
-    def __init__(self, path: Path, head: Row) -> None:
-        self.path, self.head, self.rows = path, head, []
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, head: Row, *, raw: Path = summary.RAW) -> None:
+        self.path, self.head, self.raw, self.rows = path, head, raw, []
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        print(line(row, self.head.get("roof") or {}), flush=True)
+        print(line(row, self.head.get("peak") or {}), flush=True)
         self.write()
 
     def write(self) -> None:
-        content = {"schema": SCHEMA, **self.head, "rows": self.rows, "derived": derived(self.rows, self.head.get("roof") or {})}
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=1, default=str) + "\n")
-        partial.replace(self.path)
+        summary.write(self.path, {**self.head, "rows": self.rows, "derived": derived(self.rows)}, raw=self.raw)
 
 
-def floor_us(row: Row, roof: Row) -> float | None:
-    """Microseconds that the measured roof allows at best: the slower of memory (read rate for attention, copy rate for writers) and
-    arithmetic.
+def bound_us(row: Row, peak: Row) -> float | None:
+    """The roofline bound in microseconds: the slower of memory (read rate for attention, copy rate for writers) and arithmetic, at the
+    rates that this run measured.
     """
-    rate = roof.get("read_bytes_per_s" if row["kind"] == "attention" else "copy_bytes_per_s")
+    rate = peak.get("read_bytes_per_s" if row["kind"] == "attention" else "copy_bytes_per_s")
     if not rate or row["kind"] == "step":
         return None
-    by_flops = row["flops"] / roof["flops_per_s"] if roof.get("flops_per_s") else 0.0
+    by_flops = row["flops"] / peak["flops_per_s"] if peak.get("flops_per_s") else 0.0
     return max(row["min_bytes"] / rate, by_flops) * 1e6
 
 
@@ -93,7 +87,7 @@ def rate(per_second: float, unit: str) -> str:
     return f"{per_second / scale:.4g} {prefix}{unit}"
 
 
-def line(row: Row, roof: Row) -> str:
+def line(row: Row, peak: Row) -> str:
     head = f"{row['case']:42} {row['contender']:36}"
     if row["status"] != "ok":
         return f"{head} {row['status']}: {row['reason'].splitlines()[0][:120] if row.get('reason') else ''}"
@@ -102,9 +96,9 @@ def line(row: Row, roof: Row) -> str:
         text += f" {rate(row['bytes_per_s'], 'B/s'):>12}"
     if row.get("flops_per_s"):
         text += f" {rate(row['flops_per_s'], 'FLOP/s'):>15}"
-    floor = floor_us(row, roof)
-    if floor:
-        text += f"  roof {floor:9.1f} us = {floor / row['us']:4.0%}"
+    bound = bound_us(row, peak)
+    if bound:
+        text += f"  bound {bound:9.1f} us = {bound / row['us']:4.0%}"
     if row.get("cpu_us"):
         text += f"  {row['cpu_us']:.0f} us of cores"
     if "overhead_us" in row:
@@ -114,23 +108,53 @@ def line(row: Row, roof: Row) -> str:
     return text
 
 
-def table(rows: list[Row], roof: Row) -> str:
-    """All rows; a line of the roof first."""
+def table(rows: list[Row], peak: Row) -> str:
+    """All rows, after a line with the measured peak."""
     lines = []
-    if roof:
+    if peak:
         names = (("copy_bytes_per_s", "copy", "B/s"), ("read_bytes_per_s", "read", "B/s"), ("flops_per_s", "matmul", "FLOP/s"))
-        lines.append("roof: " + ", ".join(f"{label} {rate(roof[key], unit)}" for key, label, unit in names if roof.get(key)))
-    lines += [line(row, roof) for row in rows if row["status"] != "unavailable"]
+        lines.append("peak: " + ", ".join(f"{label} {rate(peak[key], unit)}" for key, label, unit in names if peak.get(key)))
+    lines += [line(row, peak) for row in rows if row["status"] != "unavailable"]
     missing = {row["contender"]: row["reason"].splitlines()[0] for row in rows if row["status"] == "unavailable"}
     lines += [f"not timed everywhere: {name}: {reason[:150]}" for name, reason in missing.items()]
     return "\n".join(lines)
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """A summary as a table: a row a case, a column a contender, in microseconds: median (fastest to slowest batch)."""
+    peak, machine, rows = content.get("peak") or {}, content["machine"], summary.rows_of(content)
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    where = f"{machine['device']}, {machine['cores']} cores of {machine['processor']}, Python {machine['python']}, {versions}"
+    text = [f"`{content['command'].strip()}`, {content['date']}", "", f"{where}.", ""]
+    names = (("copy_bytes_per_s", "copy", "B/s"), ("read_bytes_per_s", "read", "B/s"), ("flops_per_s", "matmul", "FLOP/s"))
+    if peak:
+        text += ["Measured peak: " + ", ".join(f"{label} {rate(peak[key], unit)}" for key, label, unit in names if key in peak) + ".", ""]
+    text += ["Microseconds of a call: median (fastest to slowest batch). `bound` is what the measured peak allows.", ""]
+    timed = [row for row in rows if row["status"] == "ok"]
+    for kind in dict.fromkeys(row["kind"] for row in timed):
+        mine = [row for row in timed if row["kind"] == kind]
+        contenders = list(dict.fromkeys(row["contender"] for row in mine))
+        text += [f"| {kind} | bound | " + " | ".join(contenders) + " |", "|---" * (len(contenders) + 2) + "|"]
+        for case in dict.fromkeys(row["case"] for row in mine):
+            cells = {row["contender"]: _cell(row) for row in mine if row["case"] == case}
+            bound = bound_us(next(row for row in mine if row["case"] == case), peak)
+            text.append(f"| {case} | {f'{bound:.4g}' if bound else ''} | " + " | ".join(cells.get(c, "") for c in contenders) + " |")
+        text.append("")
+    failed = [row for row in rows if row["status"] not in ("ok", "unavailable")]
+    text += [f"- {row['case']}, {row['contender']}: {row['status']}: {row.get('reason', '')}" for row in failed]
+    return "\n".join(text).rstrip("\n") + "\n"
+
+
+def _cell(row: Row) -> str:
+    cell = f"{row['us']:.4g} ({row['us_best']:.4g} to {row['us_worst']:.4g})"
+    return f"{cell}, {row['overhead_us']:.3g} beside the kernels" if "overhead_us" in row else cell
 
 
 def _time(rows: list[Row], case: str, contender: str, field: str = "us") -> float | None:
     return next((row.get(field) for row in rows if row["case"] == case and row["contender"] == contender and row["status"] == "ok"), None)
 
 
-def derived(rows: list[Row], roof: Row) -> list[Row]:
+def derived(rows: list[Row]) -> list[Row]:
     """Figures that compare cases: ratios without units, of each of purepage's contenders."""
     found = []
     for contender in dict.fromkeys(row["contender"] for row in rows if row["contender"].startswith("purepage")):
@@ -160,102 +184,3 @@ def derived(rows: list[Row], roof: Row) -> list[Row]:
                 if mine_cpu and theirs_cpu:
                     found.append({"name": f"{case}: core time / {peer}'s", "contender": contender, "ratio": mine_cpu / theirs_cpu})
     return found
-
-
-# --- charts -------------------------------------------------------------------------------------------------------------------------------
-
-# One color a contender, in every chart; purepage dark, others light.
-_COLORS = {
-    "purepage triton": "#0b3c7d",
-    "purepage pallas": "#2f7d32",
-    "purepage xla": "#6a3d9a",
-    "purepage triton, jax-triton bridge": "#4f83c4",
-    "purepage aiter": "#00838f",
-}
-_OTHERS = ("#d95f02", "#e6ab02", "#a6761d", "#e7298a", "#999999", "#c9b18f", "#f4a582", "#b2abd2", "#80b1d3")
-
-
-def _color(contender: str, peers: list[str]) -> str:
-    return _COLORS.get(contender) or _OTHERS[peers.index(contender) % len(_OTHERS)]
-
-
-def draw(rows: list[Row], head: Row, stem: Path) -> list[Path]:
-    """`<stem>_roofline` and `<stem>_bars`, PNG and SVG each; nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed: no charts", file=sys.stderr)
-        return []
-    matplotlib.use("Agg")
-    timed = [row for row in rows if row["status"] == "ok" and row["kind"] != "step"]
-    if not timed:
-        return []
-    peers = sorted({row["contender"] for row in timed} - set(_COLORS))
-    figures = {"roofline": _roofline(timed, head, peers), "bars": _bars(timed, head, peers)}
-    written = []
-    for name, figure in figures.items():
-        for suffix in (".png", ".svg"):
-            path = stem.with_name(f"{stem.name}_{name}{suffix}")
-            figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Date": None} if suffix == ".svg" else None)
-            written.append(path)
-    return written
-
-
-def _roofline(rows: list[Row], head: Row, peers: list[str]) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6))
-    axes = figure.subplots()
-    roof = head.get("roof") or {}
-    points = [row for row in rows if row["flops"]]
-    if not points:
-        return figure
-    intensity = [row["flops"] / row["min_bytes"] for row in points]
-    low, high = min(intensity) / 2, max(intensity) * 2
-    if roof.get("read_bytes_per_s") and roof.get("flops_per_s"):
-        ridge = roof["flops_per_s"] / roof["read_bytes_per_s"]
-        xs = sorted({low, min(max(ridge, low), high), high})
-        axes.plot(xs, [min(x * roof["read_bytes_per_s"], roof["flops_per_s"]) / 1e12 for x in xs], color="black", linewidth=1.2)
-        label = f"read {rate(roof['read_bytes_per_s'], 'B/s')}, matmul {rate(roof['flops_per_s'], 'FLOP/s')}, measured"
-        axes.set_title(f"{head['machine']['device']}\nroof: {label}", fontsize=10)
-    seen = set()
-    for row, x in zip(points, intensity, strict=True):
-        name = row["contender"]
-        label = None if name in seen else name
-        seen.add(name)
-        ours = name.startswith("purepage")
-        style = {"s": 42, "marker": "o"} if ours else {"s": 24, "marker": "x"}
-        axes.scatter(x, row["flops_per_s"] / 1e12, color=_color(name, peers), label=label, zorder=3, **style)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that must move", ylabel="TFLOP/s")
-    axes.grid(True, which="both", alpha=0.25)
-    axes.legend(fontsize=8)
-    return figure
-
-
-def _bars(rows: list[Row], head: Row, peers: list[str]) -> Any:
-    """A panel a case: time of each contender, the roof as a line."""
-    from matplotlib.figure import Figure
-
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    columns = 3
-    lines = -(-len(cases) // columns)
-    longest = max(sum(row["case"] == case for row in rows) for case in cases)
-    figure = Figure(figsize=(6 * columns, (0.6 + 0.28 * longest) * lines), layout="constrained")
-    grid = figure.subplots(lines, columns, squeeze=False)
-    unit, scale = ("us", 1.0) if statistics.median(row["us"] for row in rows) < 20_000 else ("ms", 1e-3)
-    for axes in grid.flat[len(cases) :]:
-        axes.set_axis_off()
-    for axes, case in zip(grid.flat, cases, strict=False):
-        mine = sorted((row for row in rows if row["case"] == case), key=lambda row: -row["us"])
-        axes.barh([r["contender"] for r in mine], [r["us"] * scale for r in mine], color=[_color(r["contender"], peers) for r in mine])
-        for at, row in enumerate(mine):
-            axes.text(row["us"] * scale, at, f" {row['us'] * scale:.4g}", va="center", fontsize=7)
-        floor = floor_us(mine[0], head.get("roof") or {})
-        if floor:
-            axes.axvline(floor * scale, color="black", linestyle="--", linewidth=1)
-        axes.set_title(case, fontsize=9)
-        axes.set_xlabel(f"{unit} (dashed: measured roof)", fontsize=7)
-        axes.tick_params(labelsize=7)
-        axes.margins(x=0.15)
-    figure.suptitle(f"{head['machine']['device']}: time of one call", fontsize=11)
-    return figure

@@ -1,4 +1,4 @@
-"""Time of one call on the device, in steady state, and the roof: bandwidth of copies and reads, matrix products.
+"""Time of one call on the device, in steady state.
 
 A JAX function is chained: one jitted program calls it many times, each call needing the one before, and the program is started many times
 before anyone waits. A torch function is captured into a CUDA graph of many calls. Either way Python is not timed, and the gap between two

@@ -1,4 +1,4 @@
-"""What the device can do at most, measured in the same run: bandwidth of a large copy and of a large read, and a bf16 matrix product."""
+"""The device's measured peak: bandwidth of a large copy and of a large read, and the rate of a bfloat16 matrix product."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def has_torch() -> bool:
     return torch.cuda.is_available() or not on_gpu()
 
 
-def measure_roof() -> dict[str, Any]:
+def measure_peak() -> dict[str, Any]:
     """{"copy_bytes_per_s", "read_bytes_per_s", "flops_per_s", ...}: of each the best that some library gave, and all that were tried.
 
     A copy counts what it reads and what it writes. FLOP/s are of a bf16 product on a GPU and a float32 one on a CPU, of random values.
@@ -41,7 +41,7 @@ def measure_roof() -> dict[str, Any]:
     a, b = (jax.random.normal(jax.random.key(i), (n, n), dtype) for i in range(2))
     attempt("flops_per_s", "xla", 2 * n**3, lambda: time_jax(lambda x, y, i: (x @ y) if i % 2 else (y @ x), a, b * n**-0.5, chain=6))
     if has_torch():
-        _torch_roof(attempt, size, n)
+        _torch_peak(attempt, size, n)
     best = {quantity: max(found.values()) for quantity, found in tried.items() if found}
     return {**best, "tried": tried, "errors": errors, "copied_bytes": size, "matrix": n}
 
@@ -55,7 +55,7 @@ def _xla_bandwidth(attempt: Callable[..., None], size: int) -> None:
     )
 
 
-def _torch_roof(attempt: Callable[..., None], size: int, n: int) -> None:
+def _torch_peak(attempt: Callable[..., None], size: int, n: int) -> None:
     import torch
 
     device, kind = ("cuda", torch.bfloat16) if on_gpu() else ("cpu", torch.float32)
