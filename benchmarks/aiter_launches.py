@@ -1,4 +1,4 @@
-"""What AITER's own wrapper of unified attention launches for a case, compiled for an AMD GPU that nobody has: its kernels run nowhere here.
+"""The launches of AITER's own wrapper of unified attention for a case, compiled for an AMD GPU. The kernels are not run.
 
 The wrapper itself chooses kernel, tiles and segments: it is called with tensors that have shapes and no memory, and with recorders in place
 of its kernels. Nothing of this works with TRITON_INTERPRET set.
@@ -45,7 +45,7 @@ class Recorded:
 
 @contextmanager
 def _recording(module: Any, num_cus: int) -> Iterator[list[Recorded]]:
-    """Kernels of the module write down their launches; its device has `num_cus` compute units."""
+    """The module's kernels record their launches; its device has `num_cus` compute units."""
     from triton.runtime.jit import JITFunction
 
     launches: list[Recorded] = []

@@ -133,7 +133,7 @@ def same(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def check_big_pool(report: Report, layers: int, slots_count: int, runs: int) -> None:
-    """Every form through every bridge on one donated pool: in place, the right bytes and no others, seen inputs, Python calls, time."""
+    """Every form through every bridge on one donated pool: in place, exactly the right bytes, fresh inputs, Python calls, time."""
     nbytes = layers * slots_count * WIDTH * 2
     bridges = [("callback", True), ("callback", False)] + ([("jax_triton", None)] if jax_triton.unavailable() is None else [])
     for bridge, capture in bridges:

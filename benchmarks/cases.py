@@ -1,4 +1,4 @@
-"""The workloads, and the bytes and operations that each must cost at least: data, without a device."""
+"""The workloads, with the fewest bytes and operations that each needs. Plain data: no device is used."""
 
 import csv
 import json
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Two products a visible pair of query and key; what a mask hides is not counted."""
+        """Two products a visible pair of query and key. Masked pairs are not counted."""
         pairs = 0
         for q, n in self.lengths:
             first = n - q + 1  # keys that the sequence's first query sees
@@ -160,7 +160,7 @@ TINY_CASES = (
     Case("decode 2 x 48", decode(2, 48), num_heads=4, num_kv_heads=2, head_size=32, block_size=16, dtype="float32", cache_dtype="float32"),
     Case("chunked 2 x (8 of 24)", prefill(2, 8, 24), 4, 2, 32, block_size=16, dtype="float32", cache_dtype="float32"),
 )
-"""To see that everything runs; their times mean nothing."""
+"""Small cases that show that everything runs; their times mean nothing."""
 
 WRITERS = (
     WriterCase("update_cache, 8192 tokens", "update"),

@@ -1,4 +1,4 @@
-"""A case's arrays, and what attention of them is: float32, from the dense keys and values, without the library's code."""
+"""The arrays of a case, and its expected output: float32 attention over dense keys and values, without the library's code."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -37,7 +37,7 @@ def timed_row(timed: Timed, *, flops: float = 0, nbytes: float = 0) -> Row:
 
 
 def guarded(row: Row, measure: Callable[[], Row], *, verbose: bool = False) -> Row:
-    """`row` with what was measured, or with why it was not."""
+    """`row` with the measurement, or with the reason why there is none."""
     begin = time.perf_counter()
     try:
         row = {**row, **measure()}
@@ -119,7 +119,7 @@ def _chained(prepared: JaxCall, inputs: Inputs) -> tuple[Callable[..., Any], Any
 
     def step(state: Any, operands: Any, i: int) -> Any:
         query, operands = operands
-        # Also what looks at no length is called again: XLA would take equal calls for one.
+        # A contender that ignores the lengths must be called again as well: XLA would merge equal calls.
         lens, query = jax.lax.optimization_barrier((state[0], query))
         out = prepared.call(query, lens, operands)
         return lens + (out[0, 0, 0] > 1e30).astype(lens.dtype), out

@@ -1,4 +1,4 @@
-"""Who is timed on an attention case: purepage's implementations and whatever else is installed, each behind one small function.
+"""The contenders of an attention case: purepage's implementations and the other libraries that are installed, one function each.
 
 A contender gets the inputs and returns a `JaxCall` or a `TorchCall`. `Unavailable` says that a package is missing, or that it does not
 serve such a case; anything else that is raised is that contender's failure and goes into the report.
@@ -20,7 +20,7 @@ from purepage.bridges.execute import using_bridge
 
 
 class Unavailable(Exception):
-    """Why a contender does not take part."""
+    """The reason why a contender is not timed."""
 
 
 @dataclass(frozen=True)

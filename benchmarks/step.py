@@ -1,4 +1,4 @@
-"""A decode step of Llama-8B's shape in one jitted program, attention and fused write only: what is spent beside the kernels."""
+"""A decode step of Llama-8B's shape in one jitted program, attention and fused write only: the time beside the kernels."""
 
 import statistics
 import time

@@ -1,8 +1,9 @@
-"""The README tells the truth: its programs run, its table is the capabilities, its commands exist.
+"""The README is correct: its programs run, its tables are the capabilities and the measurements, its commands and files exist.
 
-`python tests/test_readme.py` writes the table anew.
+`python tests/test_readme.py` rewrites the tables.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,22 @@ from pathlib import Path
 import pytest
 
 import purepage as pp
+from benchmarks import summary
 from purepage import Capabilities
 from purepage.functional.cache import CACHE_DTYPES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 TABLE = re.compile(r"(<!-- backends:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
+SPEED = re.compile(r"(<!-- speed:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
+CASES = {
+    **dict.fromkeys(("decode 1 x 32768", "decode 8 x 4096", "decode 64 x 8192", "decode 256 x 2048", "decode 64 x 8192, block 16"), "B/s"),
+    **dict.fromkeys(("decode 64 x 8192, fp8 cache", "decode 16 x 32768, window 4096", "decode ragged, mooncake_conversation"), "B/s"),
+    **dict.fromkeys(("prefill 1 x 8192", "prefill 1 x 8192, fp8 cache", "prefill 4 x 4096", "chunked 16 x (512 of 2048)"), "FLOP/s"),
+    "mixed 2048 + 63 x 4096": "",
+}
+"""Cases of the table of speeds, with the rate that limits each."""
+PEERS = {"AITER Triton": "", "ejkernel Triton": "", "cuDNN paged (jax)": "cuDNN paged", "torch SDPA": "torch SDPA (dense)"}
 BACKENDS = (pp.rocm_attn.CAPABILITIES, pp.rocm_aiter_unified_attn.CAPABILITIES)
 
 
@@ -64,13 +75,31 @@ def table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def with_table(text: str) -> str:
-    assert TABLE.search(text)
+def speeds() -> str:
+    """Our time and rate, and the time of the peers as a multiple, from the summary of the run on an H200."""
+    rows = summary.rows_of(json.loads((summary.RESULTS / "h200.json").read_text()))
+    times = {(row["case"], row["contender"]): row for row in rows if row["status"] == "ok"}
+    lines = [("case", "purepage", *(shown or name for name, shown in PEERS.items())), ("---",) * (2 + len(PEERS))]
+    for case, unit in CASES.items():
+        ours = times[case, "purepage triton"]
+        rate = {
+            "B/s": f", {ours['bytes_per_s'] / 1e12:.2f} TB/s",
+            "FLOP/s": f", {ours['flops_per_s'] / 1e12:.0f} TFLOP/s",
+            "": "",
+        }[unit]
+        ratios = (f"{times[case, peer]['us'] / ours['us']:.2f}x" if (case, peer) in times else "" for peer in PEERS)
+        lines.append((case, f"{ours['us']:.0f} us{rate}", *ratios))
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def with_tables(text: str) -> str:
+    assert TABLE.search(text) and SPEED.search(text)
+    text = SPEED.sub(lambda found: found[1] + speeds() + found[2], text)
     return TABLE.sub(lambda found: found[1] + table() + found[2], text)
 
 
-def test_the_table_of_backends_is_their_capabilities():
-    assert README.read_text() == with_table(README.read_text())
+def test_the_tables_are_the_capabilities_and_what_was_measured():
+    assert README.read_text() == with_tables(README.read_text())
 
 
 def blocks(language: str) -> list[str]:
@@ -105,4 +134,4 @@ def test_files_and_names_of_the_readme_exist():
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_tables(README.read_text()))

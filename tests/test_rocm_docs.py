@@ -1,4 +1,5 @@
-"""docs/rocm.md says what is so: its table of who serves what is what the rules and the plans answer, its times are those of a result file.
+"""Tables of docs/rocm.md: who serves what is what the rules and the plans answer, the times are those of a result file.
+
 `python tests/test_rocm_docs.py` rewrites both.
 """
 
@@ -111,7 +112,7 @@ def table():
 
 
 def times():
-    """What the run of `benchmarks/aiter_in_jit.py` on an H200 left."""
+    """The table of the run of `benchmarks/aiter_in_jit.py` on an H200."""
     if not RESULTS.is_file():
         return "Not run yet.\n"
     content = json.loads(RESULTS.read_text())

@@ -58,7 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 class Printer:
-    """Streams replies in the order of their prompts: the first that is incomplete grows, those ahead of it wait their turn."""
+    """Streams replies in the order of their prompts: text of a later reply is held back until the replies before it are complete."""
 
     def __init__(self, sequences: list[Sequence], prompts: list[str], tokenizer: ChatTokenizer) -> None:
         self.sequences, self.prompts, self.tokenizer = sequences, prompts, tokenizer
@@ -69,7 +69,7 @@ class Printer:
             sequence = self.sequences[self.current]
             text = self.tokenizer.decode(sequence.reply)
             if not sequence.finished:
-                text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # the rest of a character is still to come
+                text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # bytes of an incomplete character
             if not self.printed and sequence.reply:
                 print(f"\n\033[1m> {self.prompts[self.current]}\033[0m" if sys.stdout.isatty() else f"\n> {self.prompts[self.current]}")
             print(text[len(self.printed) :], end="", flush=True)

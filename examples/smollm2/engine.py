@@ -81,19 +81,19 @@ class Engine:
         )
 
     def warm_up(self) -> None:
-        """Compiles the two steps, on batches of nothing but padding, which leave the cache as it is."""
+        """Compiles the two steps on batches of padding only, which leave the cache unchanged."""
         for decoding in (True, False):
             self._run([], decoding)
 
     def generate(self, sequences: Iterable[Sequence] = ()) -> Iterator[list[Sequence]]:
-        """Runs `sequences`, and those that wait already, to their ends; after each step, yields those that have a new token."""
+        """Runs `sequences`, and those already queued, until all are finished. After each step it yields those that have a new token."""
         for sequence in sequences:
             self.scheduler.add(sequence)
         while not self.scheduler.done:
             yield self.step()
 
     def step(self) -> list[Sequence]:
-        """Plans, computes and books one step; returns the sequences that have a new token."""
+        """Plans, computes and records one step; returns the sequences that have a new token."""
         chunks = self.scheduler.plan()
         decoding = all(chunk.count == 1 for chunk in chunks)
         return self.scheduler.advance(chunks, self._run(chunks, decoding))
@@ -105,7 +105,7 @@ class Engine:
         return np.asarray(tokens).tolist()
 
     def _batch(self, chunks: list[Chunk], decoding: bool) -> Batch:
-        """The step's arrays, padded to `max_seqs` sequences, and to as many tokens as the one or the other compiled step has."""
+        """The step's arrays, padded to `max_seqs` sequences and to the token count of one of the two compiled steps."""
         num_tokens = self.max_seqs if decoding else self.max_tokens
         tokens, positions = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.int32)
         table = np.full((self.max_seqs, self.table_width), -1, np.int32)

@@ -1,4 +1,4 @@
-"""The Llama model as one pure step function: a ragged batch of tokens in, the next token of every sequence and the cache out.
+"""The Llama model as one pure step function: it takes a ragged batch of tokens and returns the next token of every sequence and the cache.
 
 The step mixes prompts and decoding sequences as they come. One `lax.scan` walks the layers with one cache buffer in its carry, which is
 donated and so updated in place.

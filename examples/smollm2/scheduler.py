@@ -37,11 +37,11 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks for one owner; what they held is forgotten. The caller has looked at `num_free`."""
+        """`count` blocks for one owner; their contents are forgotten. The caller has checked `num_free`."""
         return [self._take(self._free.popitem(last=False)[0], forget=True) for _ in range(count)]
 
     def share(self, content: bytes) -> int | None:
-        """The block that holds `content`, with one owner more; None where there is none."""
+        """The block that holds `content`, with one more owner; None if there is none."""
         block = self._block_of.get(content)
         if block is None:
             return None
@@ -49,12 +49,12 @@ class BlockPool:
         return self._take(block, forget=False)
 
     def publish(self, block: int, content: bytes) -> None:
-        """From now on `block` can be shared as `content`."""
+        """Makes `block` shareable as `content`."""
         if content not in self._block_of:
             self._block_of[content], self._content_of[block] = block, content
 
     def release(self, blocks: list[int]) -> None:
-        """One owner fewer for each of `blocks`. The last of a sequence is reused first: heads of prompts come again."""
+        """Removes one owner of each of `blocks`. A sequence's last block is reused first, since the beginnings of prompts recur."""
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
@@ -203,7 +203,7 @@ class Scheduler:
         return chunks
 
     def _chunk(self, sequence: Sequence, most: int, victims: list[Sequence]) -> list[Chunk]:
-        """The sequence's part of this step with its blocks, or nothing where there are no blocks for it. `victims`: who may lose theirs."""
+        """The sequence's part of this step with its blocks; None if no blocks are left. `victims` may be preempted."""
         size = self.pool.block_size
         if sequence.pending > 1 and self.share_prefixes:
             self._adopt(sequence)
@@ -221,7 +221,7 @@ class Scheduler:
         return [Chunk(sequence, count)]
 
     def _adopt(self, sequence: Sequence) -> None:
-        """Takes over blocks that others have computed. The last token is always left: its logits are needed."""
+        """Shares blocks that other sequences have computed. The last token is always computed: its logits are needed."""
         size = self.pool.block_size
         while sequence.computed % size == 0 and sequence.computed + size < len(sequence.tokens):
             block = self.pool.share(sequence.content(sequence.computed // size, size))
@@ -242,7 +242,7 @@ class Scheduler:
         sequence.blocks, sequence.computed = [], 0
 
     def advance(self, chunks: list[Chunk], sampled: list[int]) -> list[Sequence]:
-        """Books a computed step: `sampled[i]` is the token after chunk i, where it `samples`. Returns the sequences with a new token."""
+        """Records a computed step: `sampled[i]` is the token after chunk i, where it `samples`. Returns the sequences with a new token."""
         grown = []
         for chunk, token in zip(chunks, sampled, strict=False):
             sequence, samples = chunk.sequence, chunk.samples

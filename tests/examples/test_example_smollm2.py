@@ -1,4 +1,4 @@
-"""The example pipeline writes what an independent implementation writes, whatever the batch, the layout and the backend."""
+"""The example pipeline generates the tokens of an independent implementation, for every batch, layout and backend."""
 
 import json
 from importlib.metadata import PackageNotFoundError, distribution

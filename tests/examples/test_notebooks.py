@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and what it shows here is what it prints."""
+"""Every notebook runs from top to bottom and prints its stored outputs."""
 
 from pathlib import Path
 
