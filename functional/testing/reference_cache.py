@@ -1,4 +1,4 @@
-"""The oracle of cache writers, RoPE and layouts: plain NumPy, written from SEMANTICS.md Part I, sharing no code with the library."""
+"""The oracle of cache writers, RoPE and layouts: plain NumPy, written from docs/semantics.md, sharing no code with the library."""
 
 import math
 from typing import Any
@@ -170,7 +170,7 @@ def reference_address(
     token: Any,
     dim: Any,
 ) -> Any:
-    """Where one element lies in the flat cache buffer, counted in elements, from the formulas of SEMANTICS.md ("Physical index").
+    """Where one element lies in the flat cache buffer, counted in elements, from the formulas of docs/semantics.md, Layouts.
 
     Args:
       content, order: see `CacheSpec`.

@@ -185,7 +185,8 @@ def paged_attention(call: PagedAttentionCall):
 def paged_attention_with_new_tokens(call: PagedAttentionCall, key: Float[Array, "T H D"], value: Float[Array, "T H D"]):
     """As `paged_attention`, but this step's tokens are attended from the dense `key` and `value`, at full precision.
 
-    That is what ROCM_ATTN's prefix prefill does: with an fp8 cache its new tokens do not pass through fp8 (SEMANTICS.md, II.2.3 and G3).
+    That is what ROCM_ATTN's prefix prefill does: with an fp8 cache its new tokens do not pass through fp8
+    (docs/semantics.md, This step's tokens).
     """
     return _jitted_paged(call, (key, value), platform=jax.default_backend())
 

@@ -86,7 +86,7 @@ def test_capabilities_are_frozen_hashable_and_every_field_is_in_the_table(backen
 
 
 BETTER = [
-    # where the port is deliberately better than its sources (SEMANTICS.md, Part I): a word of each entry's text
+    # docs/semantics.md, Beyond the classes: a word of each entry's text
     (ROCM, "logits_soft_cap", "encoders"),
     (UNIFIED, "logits_soft_cap", "encoders"),
     (ROCM, "per_head_quant_scales", "per KV head"),
