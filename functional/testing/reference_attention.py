@@ -1,18 +1,18 @@
-"""The float64 oracle of attention: plain NumPy, token by token, written from SEMANTICS.md Part I and sharing no code with the library.
+"""The float64 oracle of attention: plain NumPy, token by token, written from docs/semantics.md and sharing no code with the library.
 
 It takes *logical* arrays, so it judges any kernel whatever its cache layout: keys and values are `[B, N, H, D]`, where slot
 `block * N + offset` is element `[block, offset]`. Every array is read with `np.asarray` and converted to float64, exactly, fp8 and bfloat16
-included. Only keys that a query sees are ever read: NaN, Inf and invalid block ids anywhere else can't matter, by construction.
+included. Length, causality, window, key range and a bias of -inf are one mask; a masked key's K and V are dropped before any arithmetic, so
+NaN and Inf there can't matter.
 """
 
-import itertools
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
-Out = Float[np.ndarray, "T Hq D"]
+Out = Float[np.ndarray, "T Hq Dv"]
 Lse = Float[np.ndarray, "T Hq"]
 
 
@@ -55,10 +55,10 @@ def _per_head(name: str, value: Any, heads: int) -> np.ndarray:
     return np.broadcast_to(array, (heads,))
 
 
-def _visible(position: int, kv_len: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """First and one past the last key that the query at `position` sees."""
+def _span(position: int, kv_len: int, causal: bool, window: int | None) -> tuple[int, int]:
+    """First and one past the last key that length, causality and window leave to the query at `position`."""
     first, last = 0, (position + 1 if causal else kv_len)
-    if window is not None:
+    if window is not None and window > 0:
         first = max(first, position - window + 1)
         if not causal:
             last = min(last, position + window)
@@ -72,16 +72,15 @@ def _attend(
     *,
     factor: float,
     cap: float | None,
-    bias: np.ndarray | float,
+    bias: np.ndarray,
     sink: float | None,
 ) -> tuple[np.ndarray | float, float]:
-    """One query [D] and the keys [n, D] and values [n, D] that it sees; `bias` [n] is added after the cap."""
-    scores = factor * (keys @ query)
+    """One query [D] and the keys [n, D] and values [n, Dv] that it sees; `bias` [n] is added after the cap, and -inf in it masks."""
+    kept = bias != -np.inf
+    scores, values = factor * (keys[kept] @ query), values[kept]
     if cap:
         scores = cap * np.tanh(scores / cap)
-    scores = scores + bias
-    kept = scores != -np.inf  # a bias of -inf is a mask
-    scores, values = scores[kept], values[kept]
+    scores = scores + bias[kept]
     logits = scores if sink is None else np.append(scores, sink)
     top = np.max(logits, initial=-np.inf)
     if top == -np.inf:
@@ -91,6 +90,74 @@ def _attend(
     if scores.size == 0:
         return 0.0, lse
     return np.exp(scores - top) @ values / denominator, lse
+
+
+def _attend_sequence(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    first: int,
+    spans: list[tuple[int, int]],
+    context: int,
+    factor: float,
+    cap: float | None,
+    slopes: np.ndarray,
+    sinks: np.ndarray | None,
+    bias: np.ndarray | None,
+    ranges: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of one sequence.
+
+    Args:
+      query: float64 [q, Hq, D].
+      keys, values: float64 [n, H, D] and [n, H, Dv], of positions first to first + n.
+      first: position of keys[0].
+      spans: of each row, the keys that length, causality and window leave.
+      context: position of the first query.
+      factor, cap: on the scores.
+      slopes, sinks: [Hq].
+      bias: [Lq, Lk], added to the keys of this step.
+      ranges: int64 [2, q], start and stop of the keys that each row may see.
+    """
+    num_heads, group = query.shape[1], query.shape[1] // keys.shape[1]
+    out, lse = np.zeros((len(query), num_heads, values.shape[-1])), np.full((len(query), num_heads), -np.inf)
+    for i, (a, b) in enumerate(spans):
+        if ranges is not None:
+            a, b = max(a, int(ranges[0, i])), min(b, int(ranges[1, i]))
+            b = max(a, b)
+        k = np.arange(a, b)
+        extra = np.zeros(b - a)
+        if bias is not None and i < bias.shape[0]:
+            inside = (k >= context) & (k - context < bias.shape[1])
+            extra[inside] = bias[i, k[inside] - context]
+        for h in range(num_heads):
+            out[i, h], lse[i, h] = _attend(
+                query[i, h],
+                keys[k - first, h // group],
+                values[k - first, h // group],
+                factor=factor,
+                cap=cap,
+                bias=extra + slopes[h] * (k - context - i),
+                sink=None if sinks is None else float(sinks[h]),
+            )
+    return out, lse
+
+
+def _key_ranges(key_range: Any, tokens: int) -> np.ndarray | None:
+    """Start and stop of every token's keys as int64 [2, T]."""
+    if key_range is None:
+        return None
+    start, stop = (np.broadcast_to(np.asarray(bound).astype(np.int64), (tokens,)) for bound in key_range)
+    return np.stack([start, stop])
+
+
+def _stored(out: np.ndarray, output_scale: Any, output_dtype: Any) -> np.ndarray:
+    """An output in its dtype: fp8 codes over a scale, one rounding, or float64 as it is."""
+    if output_scale is not None:
+        quantum = float(to_float64(output_scale).reshape(()))
+        return round_to(out / quantum, output_dtype or ml_dtypes.float8_e4m3fn, saturate=True)
+    return out if output_dtype is None else round_to(out, output_dtype)
 
 
 def reference_attention(
@@ -104,6 +171,7 @@ def reference_attention(
     causal: bool = True,
     scale: float | None = None,
     sliding_window: int | None = None,
+    key_range: tuple[Any, Any] | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -120,82 +188,78 @@ def reference_attention(
 
     Args:
       query: [T, Hq, D], any float dtype; fp8 codes are multiplied by `q_scale`.
-      key_cache, value_cache: [B, N, H, D] logical cache of one layer, this step's tokens included; stored values, not yet scaled.
+      key_cache, value_cache: [B, N, H, D] and [B, N, H, Dv], logical cache of one layer, this step's tokens included; stored values,
+        not yet scaled. Dv may differ from D.
       query_start_loc: [S+1] prefix sums of the query lengths. Tokens at or past its last entry are padding.
       seq_lens: [S] tokens of each sequence in the cache.
-      block_table: [S, M]; only entries of blocks that hold a visible key are read.
+      block_table: [S, M]; only entries of blocks that hold a key in reach of a row (length, causality, window) are read.
       causal: False: every query sees the whole of its sequence (cross attention).
       scale: factor on the scores; None means D ** -0.5.
-      sliding_window: W, None is off: keep p - k < W, and k - p < W where not causal.
+      sliding_window: W; None, 0 and negative numbers are off: keep p - k < W, and k - p < W where not causal.
+      key_range: (start [T], stop [T]): row t sees keys start[t] <= k < stop[t] only, besides what the other masks leave.
       logits_soft_cap: c of c * tanh(score / c); None and 0 are off.
       alibi_slopes: [Hq], adds slope * (k - p).
       sinks: [Hq], natural-log logits in the denominator.
-      qq_bias: [Lq, Lk], adds qq_bias[i, k - ctx] where that element exists; -inf masks.
+      qq_bias: [Lq, Lk], or [S, Lq, Lk] with a table for each sequence; adds qq_bias[i, k - ctx] where that element exists; -inf masks.
       q_scale: scalar factor on the query.
       k_scale, v_scale: scalar or [H] factors on the stored keys and values.
       output_scale: scalar; the result is then the fp8 codes of out / output_scale, clamped and rounded to nearest even.
       output_dtype: rounds the output once to this dtype; default float64, or float8_e4m3fn with `output_scale`.
-      step_key, step_value: [T, H, D] keys and values of this step; where given, positions at or past the context are read from here,
-        unscaled, and not from the cache (what ROCM_ATTN's prefill does with an fp8 cache).
+      step_key, step_value: [T, H, D] and [T, H, Dv], keys and values of this step; where given, positions at or past the context are read
+        from here, unscaled, and not from the cache (what ROCM_ATTN's prefill does with an fp8 cache).
 
     Returns:
-      (out [T, Hq, D], lse float64 [T, Hq]). A token that sees no key gives 0 and lse -inf (the sink, if there are sinks); a padding token
-      gives 0 and -inf.
+      (out [T, Hq, Dv], lse float64 [T, Hq]). A token that sees no key gives 0 and lse -inf (the sink, if there are sinks); a padding token
+      gives 0 and -inf. A sequence that reads a block outside [0, B) is NaN in all its rows, out and lse.
 
     Raises:
-      IndexError: a visible key lies in a block outside [0, B) or past the table's width.
+      IndexError: a key in reach lies past the table's width.
     """
     query, key_cache, value_cache = (np.asarray(array) for array in (query, key_cache, value_cache))
     starts, lengths, table = (np.asarray(array).astype(np.int64) for array in (query_start_loc, seq_lens, block_table))
     tokens, num_heads, head_size = query.shape
     num_blocks, block_size, kv_heads, _ = key_cache.shape
-    group = num_heads // kv_heads
-    factors = (head_size**-0.5 if scale is None else float(scale)) * (1.0 if q_scale is None else float(to_float64(q_scale).reshape(())))
-    key_factor, value_factor = _per_head("k_scale", k_scale, kv_heads), _per_head("v_scale", v_scale, kv_heads)
-    slopes = np.zeros(num_heads) if alibi_slopes is None else to_float64(alibi_slopes)
-    sink_logits = None if sinks is None else to_float64(sinks)
-    tree = None if qq_bias is None else to_float64(qq_bias)
+    factor = (head_size**-0.5 if scale is None else float(scale)) * (1.0 if q_scale is None else float(to_float64(q_scale).reshape(())))
+    sides = [
+        (key_cache, _per_head("k_scale", k_scale, kv_heads), step_key),
+        (value_cache, _per_head("v_scale", v_scale, kv_heads), step_value),
+    ]
+    ranges = _key_ranges(key_range, tokens)
+    bias = None if qq_bias is None else to_float64(qq_bias)
 
-    out, lse = np.zeros((tokens, num_heads, head_size)), np.full((tokens, num_heads), -np.inf)
+    out, lse = np.zeros((tokens, num_heads, value_cache.shape[-1])), np.full((tokens, num_heads), -np.inf)
     for s in range(len(lengths)):
-        q_len, kv_len = int(starts[s + 1] - starts[s]), int(lengths[s])
+        rows = slice(int(starts[s]), int(starts[s + 1]))
+        q_len, kv_len = rows.stop - rows.start, int(lengths[s])
         context = kv_len - q_len
-        spans = [_visible(context + i, kv_len, causal, sliding_window) for i in range(q_len)]
+        spans = [_span(context + i, kv_len, causal, sliding_window) for i in range(q_len)]
         seen = [span for span in spans if span[0] < span[1]]
         first, last = (min(a for a, _ in seen), max(b for _, b in seen)) if seen else (0, 0)
-        read = np.array([k for k in range(first, last) if step_key is None or k < context], np.int64)
-        keys, values = np.full((2, last - first, kv_heads, head_size), np.nan)
-        blocks = table[s, read // block_size]
+        cached = np.array([k for k in range(first, last) if step_key is None or k < context], np.int64)
+        blocks, fresh = table[s, cached // block_size], np.arange(max(first, context), last)
         if np.any((blocks < 0) | (blocks >= num_blocks)):
-            raise IndexError(f"sequence {s} sees a key in block {blocks[(blocks < 0) | (blocks >= num_blocks)][0]} of {num_blocks}")
-        keys[read - first] = to_float64(key_cache[blocks, read % block_size]) * key_factor[:, None]
-        values[read - first] = to_float64(value_cache[blocks, read % block_size]) * value_factor[:, None]
-        if step_key is not None:
-            fresh = np.arange(max(first, context), last)
-            rows = int(starts[s]) + fresh - context
-            keys[fresh - first] = to_float64(np.asarray(step_key)[rows])
-            values[fresh - first] = to_float64(np.asarray(step_value)[rows])
-        for i, (a, b) in enumerate(spans):
-            position, row = context + i, int(starts[s]) + i
-            k = np.arange(a, b)
-            extra = np.zeros(b - a)
-            if tree is not None and i < tree.shape[0]:
-                inside = (k >= context) & (k - context < tree.shape[1])
-                extra[inside] = tree[i, k[inside] - context]
-            for h in range(num_heads):
-                out[row, h], lse[row, h] = _attend(
-                    to_float64(query[row, h]),
-                    keys[a - first : b - first, h // group],
-                    values[a - first : b - first, h // group],
-                    factor=factors,
-                    cap=logits_soft_cap,
-                    bias=slopes[h] * (k - position) + extra,
-                    sink=None if sink_logits is None else float(sink_logits[h]),
-                )
-    if output_scale is not None:
-        quantum = float(to_float64(output_scale).reshape(()))
-        return round_to(out / quantum, output_dtype or ml_dtypes.float8_e4m3fn, saturate=True), lse
-    return (out if output_dtype is None else round_to(out, output_dtype)), lse
+            out[rows], lse[rows] = np.nan, np.nan
+            continue
+        keys, values = (np.full((last - first, kv_heads, cache.shape[-1]), np.nan) for cache, _, _ in sides)
+        for gathered, (cache, scales, step) in zip((keys, values), sides, strict=True):
+            gathered[cached - first] = to_float64(cache[blocks, cached % block_size]) * scales[:, None]
+            if step is not None:
+                gathered[fresh - first] = to_float64(np.asarray(step)[rows.start + fresh - context])
+        out[rows], lse[rows] = _attend_sequence(
+            to_float64(query[rows]),
+            keys,
+            values,
+            first=first,
+            spans=spans,
+            context=context,
+            factor=factor,
+            cap=logits_soft_cap,
+            slopes=np.zeros(num_heads) if alibi_slopes is None else to_float64(alibi_slopes),
+            sinks=None if sinks is None else to_float64(sinks),
+            bias=bias[s] if bias is not None and bias.ndim == 3 else bias,
+            ranges=None if ranges is None else ranges[:, rows],
+        )
+    return _stored(out, output_scale, output_dtype), lse
 
 
 def reference_encoder_attention(
@@ -207,6 +271,7 @@ def reference_encoder_attention(
     causal: bool = False,
     scale: float | None = None,
     sliding_window: int | None = None,
+    key_range: tuple[Any, Any] | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -214,44 +279,56 @@ def reference_encoder_attention(
     """Self attention of packed sequences without a cache, in float64.
 
     Args:
-      query: [T, Hq, D]; key, value: [T, H, D], packed alike: sequence s owns rows query_start_loc[s] to query_start_loc[s+1].
+      query: [T, Hq, D]; key, value: [T, H, D] and [T, H, Dv], packed alike: sequence s owns rows query_start_loc[s] up to
+        query_start_loc[s+1].
       query_start_loc: [S+1].
-      causal, scale, sliding_window, logits_soft_cap, alibi_slopes, sinks: see `reference_attention`.
+      causal, scale, sliding_window, key_range, logits_soft_cap, alibi_slopes, sinks: see `reference_attention`; positions count from the
+        first row of each sequence.
 
     Returns:
-      (out float64 [T, Hq, D], lse float64 [T, Hq]); padding tokens give 0 and -inf.
+      (out float64 [T, Hq, Dv], lse float64 [T, Hq]); padding tokens give 0 and -inf.
     """
     query, key, value = (np.asarray(array) for array in (query, key, value))
     starts = np.asarray(query_start_loc).astype(np.int64)
     tokens, num_heads, head_size = query.shape
-    group = num_heads // key.shape[1]
-    out, lse = np.zeros((tokens, num_heads, head_size)), np.full((tokens, num_heads), -np.inf)
-    for start, end in itertools.pairwise(starts):
-        for i in range(int(end - start)):
-            a, b = _visible(i, int(end - start), causal, sliding_window)
-            for h in range(num_heads):
-                out[start + i, h], lse[start + i, h] = _attend(
-                    to_float64(query[start + i, h]),
-                    to_float64(key[start + a : start + b, h // group]),
-                    to_float64(value[start + a : start + b, h // group]),
-                    factor=head_size**-0.5 if scale is None else float(scale),
-                    cap=logits_soft_cap,
-                    bias=0.0 if alibi_slopes is None else float(np.asarray(alibi_slopes)[h]) * (np.arange(a, b) - i),
-                    sink=None if sinks is None else float(np.asarray(sinks)[h]),
-                )
+    ranges = _key_ranges(key_range, tokens)
+    out, lse = np.zeros((tokens, num_heads, value.shape[-1])), np.full((tokens, num_heads), -np.inf)
+    for s in range(len(starts) - 1):
+        rows = slice(int(starts[s]), int(starts[s + 1]))
+        length = rows.stop - rows.start
+        out[rows], lse[rows] = _attend_sequence(
+            to_float64(query[rows]),
+            to_float64(key[rows]),
+            to_float64(value[rows]),
+            first=0,
+            spans=[_span(i, length, causal, sliding_window) for i in range(length)],
+            context=0,
+            factor=head_size**-0.5 if scale is None else float(scale),
+            cap=logits_soft_cap,
+            slopes=np.zeros(num_heads) if alibi_slopes is None else to_float64(alibi_slopes),
+            sinks=None if sinks is None else to_float64(sinks),
+            bias=None,
+            ranges=None if ranges is None else ranges[:, rows],
+        )
     return out, lse
 
 
-def reference_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Out, Lse]:
+def reference_merge(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, output_scale: Any = None, output_dtype: Any = None
+) -> tuple[Out, Lse]:
     """Two attention results over disjoint keys as one over both, in float64.
 
     Args:
-      out_a, out_b: [T, Hq, D]; lse_a, lse_b: [T, Hq], natural log; -inf stands for no key, and that side's output is not read.
+      out_a, out_b: [T, Hq, Dv].
+      lse_a, lse_b: [T, Hq], natural log. -inf, and +inf as FlashAttention 2 writes it, say that the side saw no key; its output is then not
+        read.
+      output_scale, output_dtype: see `reference_attention`.
 
     Returns:
-      (out float64 [T, Hq, D], lse float64 [T, Hq]); two empty sides give 0 and -inf.
+      (out [T, Hq, Dv], lse float64 [T, Hq]); two empty sides give 0 and -inf.
     """
-    outs, lses = (to_float64(out_a), to_float64(out_b)), (to_float64(lse_a), to_float64(lse_b))
+    outs, lses = (to_float64(out_a), to_float64(out_b)), [to_float64(lse) for lse in (lse_a, lse_b)]
+    lses = [np.where(np.isinf(lse), -np.inf, lse) for lse in lses]
     top = np.maximum(*lses)
     shift = np.where(top == -np.inf, 0.0, top)
     weights = [np.exp(lse - shift) for lse in lses]
@@ -259,4 +336,4 @@ def reference_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Out
     divisor = np.where(total == 0, 1.0, total)
     parts = [np.where(weight[..., None] == 0, 0.0, (weight / divisor)[..., None] * out) for weight, out in zip(weights, outs, strict=True)]
     with np.errstate(divide="ignore"):
-        return parts[0] + parts[1], shift + np.log(total)
+        return _stored(parts[0] + parts[1], output_scale, output_dtype), shift + np.log(total)

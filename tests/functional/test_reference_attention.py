@@ -1,6 +1,7 @@
-"""The attention oracle against closed forms (PITFALLS.md), before anything is judged by it."""
+"""The attention oracle against closed forms, before anything is judged by it."""
 
 import inspect
+import itertools
 import math
 from dataclasses import replace
 
@@ -72,7 +73,7 @@ def two_keys(first, second, *, query=1.0, dtype=np.float64, dim=1, values=(0.0, 
 def test_the_oracle_imports_nothing_of_the_library_it_judges(module):
     lines = [line.strip() for line in inspect.getsource(module).splitlines() if line.startswith(("import ", "from "))]
     own = [line for line in lines if line.startswith("from .") or "purepage" in line]
-    assert all(line.startswith("from .reference import") for line in own)
+    assert all(line.startswith("from .reference_attention import") for line in own)
     assert not any("jax." in line or line == "import jax" for line in lines)
 
 
@@ -156,12 +157,92 @@ def test_a_block_table_is_indexed_by_block_not_by_token(block_size):  # aiter#44
     np.testing.assert_allclose(means(positions(20, 20, block_size=block_size)), np.arange(20) / 2, rtol=1e-15)
 
 
-def test_a_visible_key_in_a_block_that_does_not_exist_is_an_error():
-    case = positions(20)
-    with pytest.raises(IndexError, match="sequence 0 sees a key in block -1"):
-        reference_attention(**{**case, "block_table": [[1, -1]]})
+@pytest.mark.parametrize("block", [-1, 6, 2**31 - 1])
+def test_a_sequence_that_needs_a_block_outside_the_pool_is_nan_in_all_its_rows_and_no_other(block):
+    case = positions(20, 2)
+    good = case["block_table"][0]
+    case.update(
+        query=np.zeros((5, 1, 4)), query_start_loc=[0, 2, 4], seq_lens=[20, 20], block_table=[[good[0], block, -1, -1], [*good[:2], -1, -1]]
+    )
+    out, lse = reference_attention(**case)
+    assert np.isnan(out[:2]).all() and np.isnan(lse[:2]).all()
+    np.testing.assert_allclose(out[2:4, 0, 0], [9.0, 9.5])
+    assert np.all(out[4] == 0) and np.all(lse[4] == -np.inf)
+
+
+def test_a_table_too_narrow_for_its_sequence_is_an_error():
     with pytest.raises(IndexError):
-        reference_attention(**{**case, "block_table": [[1]]})
+        reference_attention(**{**positions(20), "block_table": [[1]]})
+
+
+@pytest.mark.parametrize("side", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    ("options", "hidden", "mean"),
+    [
+        ({"sliding_window": 3}, range(17), 18.0),
+        ({"key_range": ([4], [9])}, [*range(4), *range(9, 20)], 6.0),
+        ({"key_range": ([4], [9]), "causal": False}, [*range(4), *range(9, 20)], 6.0),
+        ({"qq_bias": [[-np.inf]]}, [19], 9.0),
+        ({"qq_bias": [[[-np.inf]]]}, [19], 9.0),
+        ({}, range(20, 32), 9.5),
+    ],
+    ids=["window", "key range", "key range alone", "bias", "bias of each sequence", "length"],
+)
+def test_what_a_masked_key_holds_never_matters(options, hidden, mean, poison, side):
+    case = positions(20)
+    table, k = np.array(case["block_table"][0]), np.array(hidden)
+    case[side][table[k // 16], k % 16] = poison
+    np.testing.assert_allclose(means(case, **options), [mean], rtol=1e-15)
+
+
+def test_a_key_range_is_one_of_the_masks():
+    case = positions(10, 4)
+    start, stop = [0, 3, 8, 2], [4, 100, 9, 2]
+    out, lse = reference_attention(**case, key_range=(start, stop))
+    np.testing.assert_allclose(out[:, 0, 0], [1.5, 5.0, 8.0, 0.0])  # rows are at 6, 7, 8, 9
+    assert lse[3] == -np.inf
+    out, _ = reference_attention(**case, key_range=(start, stop), causal=False)
+    np.testing.assert_allclose(out[:, 0, 0], [1.5, 6.0, 8.0, 0.0])
+    values = np.broadcast_to(np.arange(10.0)[:, None, None], (10, 1, 4))
+    ranges = (np.array([0] * 6 + start), np.array([10] * 6 + stop))
+    encoded, _ = reference_encoder_attention(case["query"][[0] * 10], np.ones((10, 1, 4)), values, [0, 10], key_range=ranges)
+    np.testing.assert_allclose(encoded[6:], out)
+
+
+def test_a_range_from_the_windows_formula_is_the_window():
+    case, p = positions(40, 7), np.arange(33, 40)
+    for mine, wanted in zip(
+        reference_attention(**case, key_range=(p - 4, p + 1)), reference_attention(**case, sliding_window=5), strict=True
+    ):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("window", [0, -1, None, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_that_are_off_or_wider_than_everything_hide_nothing(causal, window):
+    assert means(positions(20), causal=causal, sliding_window=window) == [9.5]
+
+
+def test_each_sequence_has_a_bias_of_its_own():
+    draw = np.random.default_rng(0).standard_normal
+    batch = random_batch(3, kind="chunked")
+    tables = draw((len(batch.seq_lens), 12, 12))
+    out, lse = batch.reference(qq_bias=tables)
+    for s, (a, b) in enumerate(itertools.pairwise(np.asarray(batch.metadata.query_start_loc))):
+        alone, alone_lse = batch.reference(qq_bias=tables[s])
+        np.testing.assert_array_equal(out[a:b], alone[a:b])
+        np.testing.assert_array_equal(lse[a:b], alone_lse[a:b])
+
+
+def test_values_may_be_wider_or_narrower_than_keys():
+    case = positions(20, 3)
+    case["value_cache"] = np.concatenate([case["value_cache"], 2 * case["value_cache"][..., :2]], axis=-1)
+    out, _ = reference_attention(**case)
+    assert out.shape == (3, 1, 6)
+    np.testing.assert_allclose(out[:, 0] / out[:, 0, :1], np.broadcast_to([1, 1, 1, 1, 2, 2], (3, 6)))
+    encoded, _ = reference_encoder_attention(np.zeros((4, 2, 8)), np.zeros((4, 1, 8)), np.ones((4, 1, 3)), [0, 4])
+    np.testing.assert_array_equal(encoded, np.ones((4, 2, 3)))
 
 
 # --- empty things
@@ -401,8 +482,9 @@ def test_merging_two_halves_gives_the_whole():
     np.testing.assert_allclose(merged, lse, rtol=1e-12)
 
 
-def test_merging_empty_states():
-    empty, none = np.zeros((1, 1, 2)), np.full((1, 1), -np.inf)
+@pytest.mark.parametrize("no_key", [-np.inf, np.inf], ids=["minus infinity", "plus infinity"])
+def test_merging_empty_states(no_key):
+    empty, none = np.zeros((1, 1, 2)), np.full((1, 1), no_key)
     some, lse = np.full((1, 1, 2), 3.0), np.full((1, 1), -800.0)
     out, merged = reference_merge(empty, none, empty, none)
     assert np.all(out == 0) and np.all(merged == -np.inf)
