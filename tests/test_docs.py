@@ -1,10 +1,15 @@
-"""Documentation that can be followed: every document that a file cites is in the repository, and every relative link and heading exists."""
+"""Documentation: cited documents, headings and relative links exist, and the tables of docs/semantics.md agree with the code."""
 
+import itertools
 import re
 import subprocess
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
+
+from purepage.functional.layout import CONTENTS, Extents, side_strides
 
 ROOT = Path(__file__).parents[1]
 SEMANTICS = ROOT / "docs/semantics.md"
@@ -71,3 +76,29 @@ def test_relative_links_of_a_page_resolve(page):
         assert there.exists(), target
         if fragment and there.suffix == ".md":
             assert fragment in {anchor(heading) for heading in headings(there)}, target
+
+
+def cells(page: Path, first: str) -> list[str]:
+    """The cells of the table row that begins with `first`."""
+    line = next(line for line in page.read_text().splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_the_addresses_in_the_semantics_are_the_strides_of_every_layout(content):
+    formulas = cells(SEMANTICS, f"`{content}`")[1:3]
+    if formulas[0].startswith("as "):
+        formulas[0] = cells(SEMANTICS, formulas[0].removeprefix("as "))[1]
+    extents = Extents(num_layers=2, num_blocks=3, num_kv_heads=3, block_size=8, head_size=16, vector=4)
+    for formula, strides in zip(formulas, side_strides(content, "LBHNC", extents), strict=True):
+        for h, n, d in itertools.product(range(3), range(8), range(16)):
+            names = {"h": h, "n": n, "d": d, "H": 3, "N": 8, "D": 16, "x": 4}
+            at = h * strides.head + n // strides.n_vector * strides.token_outer + n % strides.n_vector * strides.token
+            at += d // strides.d_vector * strides.dim_outer + d % strides.d_vector * strides.dim
+            at += strides.offset if content == "packed" else 0
+            assert eval(formula.strip("`"), {}, names) == at, (formula, names)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"])
+def test_the_largest_fp8_values_in_the_semantics_are_those_of_the_dtypes(dtype):
+    assert float(cells(SEMANTICS, f"`{dtype}`")[1]) == float(ml_dtypes.finfo(np.dtype(dtype)).max)

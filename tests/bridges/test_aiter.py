@@ -535,7 +535,7 @@ def test_the_hip_writer_is_called_as_declared_and_its_addresses_are_the_caches(c
     np.testing.assert_array_equal(buffer.view(torch.uint16).numpy(), np.asarray(expected.data))
 
 
-# Signatures of later releases than the one on PyPI (docs/semantics.md, Source of the fused writers). Those of an installed release go first.
+# Signatures of later releases than the one on PyPI (docs/semantics.md, Source of the fused writers); installed ones go first.
 QK_NORM = (
     "qkv qw kw cos_sin positions num_tokens num_heads_q num_heads_k num_heads_v head_size is_neox_style eps q_out k_cache v_cache "
     "slot_mapping per_tensor_k_scale per_tensor_v_scale k_out v_out return_kv use_shuffle_layout block_size x rotary_dim"
