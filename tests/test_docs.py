@@ -1,5 +1,6 @@
 """Documentation: cited documents, headings and relative links exist, and the tables of docs/semantics.md agree with the code."""
 
+import inspect
 import itertools
 import re
 import subprocess
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import purepage as pp
 from purepage.functional.layout import CONTENTS, Extents, side_strides
 
 ROOT = Path(__file__).parents[1]
@@ -102,3 +104,15 @@ def test_the_addresses_in_the_semantics_are_the_strides_of_every_layout(content)
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"])
 def test_the_largest_fp8_values_in_the_semantics_are_those_of_the_dtypes(dtype):
     assert float(cells(SEMANTICS, f"`{dtype}`")[1]) == float(ml_dtypes.finfo(np.dtype(dtype)).max)
+
+
+PUBLIC = [name for name in pp.__all__ if inspect.isfunction(getattr(pp, name))]
+UNDEFINED = {"implementation", "layer", "cache", "metadata"}
+"""Arguments that say where or how something is computed, and not what."""
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if "attention" in name or "update" in name or "rotary" in name])
+def test_the_semantics_mention_every_option_of_an_operation(name):
+    parameters = inspect.signature(getattr(pp, name)).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - UNDEFINED
+    assert not [option for option in options if not re.search(rf"\b{option}\b", SEMANTICS.read_text())]
