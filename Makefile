@@ -1,5 +1,6 @@
-# `make demo` writes text with a real model, `make test` runs the tests. Each lays its own environment in .venv; all that it needs
-# beforehand is make and a Python >= 3.11 with venv. Say PYTHON=... to choose one.
+# `make demo` writes text with a real model, `make test` runs the tests, `make test-all` the slow ones and every case of the sampled ones
+# too. Each lays its own environment in .venv; all that it needs beforehand is make and a Python >= 3.11 with venv. Say PYTHON=... to
+# choose one.
 #
 # torch's wheel on PyPI is the one for CUDA, some GB; TORCH_INDEX names the index that has the CPU build, which is small.
 
@@ -11,15 +12,19 @@ PIP = $(BIN)/pip install --quiet
 TORCH = torch==2.13.0
 TORCH_INDEX ?=
 DEMO_FLAGS ?=
-PYTEST_FLAGS ?= -n 2 --timeout 900
+# The limit is a guard against a test that hangs, not a measure of any.
+PYTEST_FLAGS ?= -n 2 --timeout 7200
 
-.PHONY: demo test lint typecheck format clean
+.PHONY: demo test test-all lint typecheck format clean
 
 demo: $(VENV)/has-demo
 	$(BIN)/python -m examples.smollm2 $(DEMO_FLAGS)
 
 test: $(VENV)/has-test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-all: $(VENV)/has-test
+	PUREPAGE_FULL_AMD=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) --all
 
 lint: $(VENV)/has-tools
 	$(BIN)/ruff check .

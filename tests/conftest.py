@@ -9,6 +9,7 @@ if not os.environ.get("PUREPAGE_TEST_GPU"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores
 
 import pytest
+from pairwise import sample
 from processes import run_python
 
 _PRELUDE = """
@@ -16,6 +17,27 @@ import jax, jax.numpy as jnp, numpy as np
 import purepage as pp
 from purepage.testing import assert_close, random_batch
 """
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="runs slow tests, and every case of sampled ones: hours (make test-all)")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out tests marked `slow` and all but some cases of those marked `sampled`, unless --all or the name of a test (`::`) is given."""
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    left_out = {item for item in items if item.get_closest_marker("slow")}
+    groups = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and item not in left_out:
+            groups.setdefault((item.path, item.originalname), []).append(item)
+    for group in groups.values():
+        (count,) = group[0].get_closest_marker("sampled").args
+        kept = sample([tuple(item.callspec.params.values()) for item in group], count)
+        left_out |= {item for place, item in enumerate(group) if place not in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture

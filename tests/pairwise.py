@@ -31,6 +31,27 @@ def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int = 0, tries: int 
     return cases
 
 
+def sample(cases: Sequence[Sequence[Any]], count: int, *, seed: int = 0) -> list[int]:
+    """Places, in order, of `count` of the given cases: they cover every value of every factor first, then most pairs.
+
+    Args:
+      cases: the values of each case, a factor at the same place in all of them; compared by `repr`.
+      count: how many; more are taken where that many don't hold every value.
+      seed: decides between cases that cover as much.
+    """
+    order = [int(place) for place in np.random.default_rng(seed).permutation(len(cases))]
+    values = [{(factor, repr(value)) for factor, value in enumerate(case)} for case in cases]
+    pairs = [{frozenset(pair) for pair in itertools.combinations(sorted(held), 2)} for held in values]
+    unseen, uncovered, chosen = set().union(*values), set().union(*pairs), []
+    while order and (unseen or len(chosen) < count):
+        best = max(order, key=lambda place: (len(values[place] & unseen), len(pairs[place] & uncovered)))
+        order.remove(best)
+        chosen.append(best)
+        unseen -= values[best]
+        uncovered -= pairs[best]
+    return sorted(chosen)
+
+
 def case_id(case: Mapping[str, Any]) -> str:
     """A readable id of a case: its values in order."""
     return "-".join(_text(value) for value in case.values())

@@ -77,6 +77,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(12)
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
@@ -257,6 +258,7 @@ DECODES = {
 }
 
 
+@pytest.mark.sampled(10)
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("made, options", DECODES.values(), ids=DECODES)
@@ -453,6 +455,7 @@ def test_nobody_is_given_aiter_on_a_cpu_who_did_not_ask_for_it():
     assert aiter.refusals("paged_attention", call_of(dtype=F16), False)
 
 
+@pytest.mark.sampled(5)
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])

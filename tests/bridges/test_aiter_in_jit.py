@@ -29,7 +29,7 @@ def one_short_batch(monkeypatch):
 
 def test_a_run_leaves_a_row_for_each_way_and_names_no_folder(tmp_path):
     path = tmp_path / "rows.json"
-    assert script.main(["--cpu", "--json", str(path), "--only", TINY.name, "rope"]) == 0
+    assert script.main(["--cpu", "--budget-s", "inf", "--json", str(path), "--only", TINY.name, "rope"]) == 0
     content = json.loads(path.read_text())
     assert {"command", "date", "machine", "seconds", "xla_flags"} <= set(content) and str(tmp_path) not in json.dumps(content)
     found = {(r["kind"], r["contender"], r["switches"]): r for r in content["rows"]}
@@ -70,7 +70,7 @@ def test_a_wrong_result_is_not_timed_and_fails_the_run(monkeypatch, capsys):
         return build
 
     monkeypatch.setattr(peers, "ours", wrong)
-    assert script.main(["--cpu", "--only", TINY.name]) == 1
+    assert script.main(["--cpu", "--budget-s", "inf", "--only", TINY.name]) == 1
     assert "'wrong': 4" in capsys.readouterr().out
 
 
@@ -82,5 +82,5 @@ def test_a_run_in_which_aiter_serves_nothing_fails(monkeypatch, capsys):
         return build
 
     monkeypatch.setattr(peers, "ours", unserved)
-    assert script.main(["--cpu", "--only", TINY.name]) == 1
+    assert script.main(["--cpu", "--budget-s", "inf", "--only", TINY.name]) == 1
     assert "'unavailable': 5" in capsys.readouterr().out

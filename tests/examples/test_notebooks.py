@@ -30,7 +30,7 @@ def test_a_notebook_prints_what_it_shows(path):
     nbformat.validate(shown)
     assert any("picture" in text for text in printed(shown))
     ran = nbformat.read(path, as_version=4)
-    NotebookClient(ran, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(ran, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
     assert printed(ran) == printed(shown)
 
 

@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES)
 def test_two_parts_equal_the_oracle(case, implementation):
     made, options = CASES[case]
@@ -114,6 +115,7 @@ def test_the_context_alone_is_attention_over_shorter_sequences(kind, implementat
     assert kind == "decode" or np.isneginf(np.asarray(lse)[: batch.num_tokens]).any()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("option", [{"sliding_window": 128}, {"alibi_slopes": [0.1] * 32}, {}], ids=lambda o: next(iter(o), "plain"))
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
 def test_triton_serves_every_part_beside_an_fp8_cache(arch, option):

@@ -122,6 +122,7 @@ def check_a_spoilt_key(poison, *, prepare=lambda batch: None, rows=None, look=no
 LAYOUTS = [(c, o) for c in ("packed", "xpacked", "xpacked_interleaved_v", "flash") for o in ("LBHNC", "LHBNC")]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("content, order", LAYOUTS)
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_every_layout_reads_the_same_keys_and_values(content, order, kind):
@@ -142,6 +143,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("query, cache", DTYPES, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 @pytest.mark.parametrize("content", ["packed", "xpacked"])
@@ -167,6 +169,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("kind", ["mixed", "decode", "chunked", "cross"])
 def test_every_feature_in_prefill_decode_and_cross_attention(kind, options):
@@ -194,12 +197,14 @@ def test_fp8_output_is_rounded_once_and_saturates(kind, output):
     assert_close(out, expected.astype(np.float64), dtype=output)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("heads, kv_heads", [(10, 2), (12, 2), (7, 1), (3, 3), (71, 1)])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_any_ratio_of_heads(heads, kv_heads, kind):
     check(random_batch(6, kind=kind, dtype=F32, num_heads=heads, num_kv_heads=kv_heads))
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("size", [32, 72, 80, 96, 192, 256, 512])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 def test_any_head_size(size, kind):
@@ -209,6 +214,7 @@ def test_any_head_size(size, kind):
 RELOADED = {"tiled": PrefillConfig(16, 16, 1, 1, reload_query=32), "split": DecodeConfig(16, 1, 1, 2, 16, reload_query=32)}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("content", ["packed", "xpacked", "xpacked_interleaved_v"])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 @pytest.mark.parametrize("query, cache, size", [(F32, F32, 80), (BF16, E4M3, 128), (BF16, E4M3Z, 80), (E4M3, E4M3, 64)])
@@ -218,6 +224,7 @@ def test_wide_heads_may_meet_some_channels_at_a_time(query, cache, size, kind, c
     check(random_batch(11, kind=kind, sliding_window=30, **made), content=content, rows=RELOADED, sliding_window=30, scale=-0.1)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("block", [8, 16, 32, 48, 112])
 @pytest.mark.parametrize("content", ["packed", "xpacked", "xpacked_interleaved_v", "flash"])
 def test_any_block_size(block, content):

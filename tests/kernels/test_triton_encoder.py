@@ -45,6 +45,7 @@ def encode(query, key, value, metadata, **options):
     return attend(query, key, value, arrays)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "case",
     pairwise(

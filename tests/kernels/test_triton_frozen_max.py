@@ -33,6 +33,7 @@ def check(batch, row, **options):
     attention.check(batch, rows={"tiled": row, "split": SPLIT}, **options)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("gain", [0.01, 1, 30, 100, 1000])
 def test_scores_of_any_range_give_the_oracles_result(gain, row):
@@ -68,6 +69,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("gain", [1, 60])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_mask_and_bias_over_scores_of_any_range(feature, gain):

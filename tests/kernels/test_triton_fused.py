@@ -44,6 +44,7 @@ def normal(shape, dtype, seed):
 ROTARY_SIZES = ((64, 64), (64, 32), (48, 48), (80, 24), (33, 10))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "case",
     pairwise(
@@ -118,6 +119,7 @@ def same_pool(actual, expected):
     np.testing.assert_array_equal(bits(actual.data), expected)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", pairwise(FUSED), ids=case_id)
 def test_rope_with_a_write_is_rope_and_then_the_write_bit_for_bit(case):
     spec, cache, slots, cos_sin, num_heads = make_case(case)
@@ -157,6 +159,7 @@ def test_channels_past_the_rotary_ones_keep_the_bits_of_any_nan_fused_or_not(neo
     same_pool(after, bits(pp.update_cache(cache, k_out, key, slots, implementation="triton").data))
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("case", pairwise({**FUSED, "mrope": ("no", "runs", "interleaved")}, seed=1), ids=case_id)
 def test_norm_rope_and_write_are_the_oracles_and_the_pool_holds_the_key_that_comes_back(case):
     spec, cache, slots, cos_sin, num_heads = make_case(case)

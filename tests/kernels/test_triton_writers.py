@@ -45,6 +45,7 @@ CASES = pairwise(
 )
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_a_write_changes_its_slots_to_the_right_bits_and_nothing_else(case):
     heads, size, layers = case["heads"], case["head_size"], 2
