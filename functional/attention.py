@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and over packed sequences without one: the public doors."""
+"""Attention over a paged cache, and over packed sequences without one: the public functions."""
 
 from typing import Any
 
@@ -9,27 +9,60 @@ from jaxtyping import Array, Float
 from . import dispatch
 from .cache import FP8_DTYPES, KVCache, check_cache, check_layer
 from .calls import EncoderAttentionCall, PagedAttentionCall
-from .checks import MODEL_DTYPES, check_head_ratio, check_query, check_tokens, optional_scalar, optional_vector, product, split_scale
-from .config import check_logits_soft_cap, check_sliding_window
+from .checks import (
+    MODEL_DTYPES,
+    check_bool,
+    check_head_ratio,
+    check_query,
+    check_tokens,
+    optional_scalar,
+    optional_vector,
+    product,
+    split_scale,
+)
+from .config import check_logits_soft_cap, check_sliding_window, is_array, is_floating
 from .errors import bad_type, bad_value
 from .metadata import AttentionMetadata, check_metadata
 
 
 def output_dtype_of(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -> np.dtype:
+    """Dtype of an output: what was asked for, or the default for this query and for whether `output_scale` is given."""
     if output_dtype is None:
         if quantized:
             return jnp.dtype("float8_e4m3fn")
         return jnp.dtype("bfloat16") if query_dtype in FP8_DTYPES else query_dtype
+    allowed = ", ".join(d.name for d in (FP8_DTYPES if quantized else MODEL_DTYPES))
     try:
         dtype = jnp.dtype(output_dtype)
-    except TypeError:
-        bad_type("output_dtype", output_dtype, "a dtype")
+    except Exception:
+        bad_type("output_dtype", output_dtype, f"None or one of {allowed}")
     if quantized and dtype not in FP8_DTYPES:
-        bad_value("output_dtype", dtype.name, f"an fp8 dtype where output_scale is given ({', '.join(d.name for d in FP8_DTYPES)})")
+        bad_value("output_dtype", dtype.name, f"an fp8 dtype where output_scale is given ({allowed})")
     if not quantized and dtype not in MODEL_DTYPES:
         hint = ": an fp8 output needs output_scale" if dtype in FP8_DTYPES else ""
-        bad_value("output_dtype", dtype.name, f"one of {', '.join(d.name for d in MODEL_DTYPES)}{hint}")
+        bad_value("output_dtype", dtype.name, f"one of {allowed}{hint}")
     return dtype
+
+
+def _optional_bias(qq_bias: Any) -> Float[Array, "Lq Lk"] | None:
+    """`None`, or f32[Lq, Lk]. Values of host arrays are checked: finite in float32, or -inf, which masks."""
+    if qq_bias is None:
+        return None
+    rule = "None or a float array of shape [Lq, Lk]"
+    try:
+        given = qq_bias if is_array(qq_bias) else np.asarray(qq_bias)
+    except Exception:
+        bad_value("qq_bias", qq_bias, rule)
+    if len(given.shape) != 2:
+        bad_value("qq_bias", qq_bias, rule)
+    if not (is_floating(given.dtype) or np.issubdtype(given.dtype, np.integer)):
+        bad_type("qq_bias", qq_bias, rule)
+    if isinstance(given, np.ndarray):
+        with np.errstate(over="ignore"):
+            single = given.astype(np.float32)
+        if np.any(np.isnan(single) | np.isposinf(single)):
+            bad_value("qq_bias", qq_bias, "finite in float32, or -inf, which masks a key")
+    return jnp.asarray(given, jnp.float32)
 
 
 def paged_attention_call(
@@ -53,14 +86,8 @@ def paged_attention_call(
     spec = check_cache(cache)
     metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
-    num_heads = query.shape[1]
     factor, traced = split_scale(scale, spec.head_size)
-    if qq_bias is not None:
-        if np.ndim(qq_bias) != 2:
-            bad_value("qq_bias", qq_bias, "None or an array of shape [Lq, Lk]")
-        qq_bias = jnp.asarray(qq_bias, jnp.float32)
-    if not isinstance(return_lse, bool):
-        bad_type("return_lse", return_lse, "a static bool")
+    check_bool("return_lse", return_lse)
     quantum = optional_scalar("output_scale", output_scale)
     return PagedAttentionCall(
         query=query,
@@ -68,9 +95,9 @@ def paged_attention_call(
         metadata=metadata,
         layer=check_layer(layer, spec),
         score_scale=product(traced, optional_scalar("q_scale", q_scale)),
-        alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, num_heads),
-        sinks=optional_vector("sinks", sinks, num_heads),
-        qq_bias=qq_bias,
+        alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, query, metadata),
+        sinks=optional_vector("sinks", sinks, query, metadata),
+        qq_bias=_optional_bias(qq_bias),
         output_scale=quantum,
         scale=factor,
         sliding_window=check_sliding_window(sliding_window),
@@ -108,20 +135,27 @@ def paged_attention(
       metadata: see `AttentionMetadata`; `causal=False` is cross attention.
       layer: layer of the cache, an int or a traced i32 scalar.
       scale: factor on the scores; None means D ** -0.5. A float is static, an array is traced.
-      sliding_window: W: a query at position p sees keys k with p - k < W, and k - p < W where not causal. None is off.
-      logits_soft_cap: c: scores become c * tanh(score / c). None and 0 are off.
-      alibi_slopes: f32[Hq]: adds slope * (k - p).
-      sinks: f32[Hq]: adds exp(sink) to the softmax denominator; a natural-log logit, neither scaled nor capped.
+      sliding_window: W, a static int: a query at position p sees keys k with p - k < W, and k - p < W where not causal. None, 0 and -1 are
+        off, and so is a window wider than any sequence (2**31 and more are allowed).
+      logits_soft_cap: c, a static float: scores become c * tanh(score / c). None and 0 are off.
+      alibi_slopes: f32[Hq]: adds slope * (k - p). Inside `shard_map` with heads divided over a mesh axis it may be the whole model's
+        vector, of Hq times the axis' size; each shard takes its part. The axis is the one that the query varies over and the metadata does
+        not; where two axes fit, or the heads lie on several, pass the shard's own part.
+      sinks: f32[Hq]: adds exp(sink) to the softmax denominator; a natural-log logit, neither scaled nor capped. Of a shard or the whole
+        model, as `alibi_slopes`. -inf is no sink.
       q_scale: f32 scalar that an fp8 query was divided by.
       output_scale: f32 scalar: returns out / output_scale, clamped and rounded to `output_dtype`, an fp8 dtype (default float8_e4m3fn).
       output_dtype: default: the query's dtype; bfloat16 for an fp8 query.
-      qq_bias: f32[Lq, Lk]: adds qq_bias[i, j] to the score of this step's query i and key j of one sequence (tree attention).
+      qq_bias: f32[Lq, Lk]: adds qq_bias[i, j] to the score of this step's query i and key j of one sequence (tree attention). -inf masks
+        the key, as causality does.
       return_lse: also return the log of the softmax denominator.
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
 
     Returns:
       out [T, Hq, D], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key
-      give 0 and lse -inf (the sink where there is one).
+      give 0 and lse -inf (the sink where there is one). A key that is masked by length, causality, window or bias never reaches an output,
+      whatever it holds. All rows of a sequence are NaN where one of them may see a position whose block id is outside [0, B). Scores, and
+      sums of values by weights of at most 1 each, must be finite in float32. There are no derivatives.
 
     Raises:
       ValueError, TypeError: a bad argument: its name, what it was, what it must be.
@@ -166,7 +200,7 @@ def encoder_attention(
       query: [T, Hq, D]; key, value: [T, H, D], packed alike, of one dtype: float32, float16 or bfloat16.
       metadata: only `query_start_loc` and `max_query_len` are read; a sequence's keys are its own tokens.
       scale: factor on the scores; None means D ** -0.5.
-      sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None is off.
+      sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None, 0 and -1 are off.
       logits_soft_cap: c: scores become c * tanh(score / c). None and 0 are off.
       sinks: f32[Hq]: adds exp(sink) to the softmax denominator.
       causal: token i sees j <= i only.
@@ -189,8 +223,7 @@ def encoder_attention(
             bad_type(name, array, f"of the query's dtype {query.dtype.name}")
         if array.shape[0] != query.shape[0]:
             bad_value(name, array, f"of the query's {query.shape[0]} tokens")
-    if not isinstance(causal, bool):
-        bad_type("causal", causal, "a static bool")
+    check_bool("causal", causal)
     factor, traced = split_scale(scale, head_size)
     call = EncoderAttentionCall(
         query=query,
@@ -198,7 +231,7 @@ def encoder_attention(
         value=value,
         metadata=metadata,
         score_scale=traced,
-        sinks=optional_vector("sinks", sinks, query.shape[1]),
+        sinks=optional_vector("sinks", sinks, query, metadata),
         scale=factor,
         sliding_window=check_sliding_window(sliding_window),
         logits_soft_cap=check_logits_soft_cap(logits_soft_cap),

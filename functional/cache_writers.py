@@ -1,4 +1,4 @@
-"""Storing this step's keys and values in the paged cache: the public door."""
+"""Storing this step's keys and values in the paged cache: the public function."""
 
 from typing import Any
 

@@ -15,8 +15,8 @@ from . import dispatch
 from .attention import output_dtype_of, paged_attention
 from .cache import CacheSpec, KVCache, check_cache
 from .calls import MergeCall
-from .checks import check_query, check_tokens, optional_scalar
-from .config import int_or_none
+from .checks import check_bool, check_query, check_tokens, optional_scalar
+from .config import check_sliding_window, int_or_none
 from .errors import UnsupportedError, bad_type, bad_value
 from .fp8 import quantize
 from .metadata import AttentionMetadata, check_metadata
@@ -107,14 +107,15 @@ def cascade_attention(
     outer = {"output_scale": output_scale, "output_dtype": output_dtype, "return_lse": return_lse}
     positional = {"sliding_window": sliding_window, "alibi_slopes": alibi_slopes}
     refused = [name for name, value in positional.items() if value is not None]
+    if check_sliding_window(sliding_window) is None and "sliding_window" in refused:
+        refused.remove("sliding_window")
     if prefix and refused:
         raise UnsupportedError(
             f"cascade_attention can't serve {', '.join(refused)}: the shared part has no query positions; paged_attention can"
         )
     if not prefix or not metadata.seq_lens.shape[0]:
         return paged_attention(query, cache, metadata, sinks=sinks, qq_bias=qq_bias, **positional, **shared, **outer)
-    if not isinstance(return_lse, bool):
-        bad_type("return_lse", return_lse, "a static bool")
+    check_bool("return_lse", return_lse)
     quantum = optional_scalar("output_scale", output_scale)
     dtype = output_dtype_of(query.dtype, output_dtype, quantum is not None)
 
@@ -131,7 +132,7 @@ def cascade_attention(
     sees_prefix, broken = live[sequence], (live & ~shares)[sequence]
     prefix_lse = jnp.where(sees_prefix[:, None], prefix_lse, -jnp.inf)
     out, lse = merge_attention_states(prefix_out, prefix_lse, suffix_out, suffix_lse, implementation=implementation)
-    broken &= jnp.arange(query.shape[0]) < metadata.query_start_loc[-1]
+    broken &= jnp.arange(query.shape[0], dtype=jnp.int32) < metadata.query_start_loc[-1]
     out, lse = jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
     out = out.astype(dtype) if quantum is None else quantize(out, quantum, dtype)
     return (out, lse) if return_lse else out
@@ -156,7 +157,7 @@ def _sharing(metadata: AttentionMetadata, prefix: int, block_size: int) -> tuple
     lens = metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]
     live = (lens > 0) & (metadata.seq_lens > 0)
     blocks = metadata.block_table[:, :prefix]
-    same = jnp.all(blocks == blocks[jnp.argmax(live)], axis=1)
+    same = jnp.all(blocks == blocks[jnp.argmax(live)][None], axis=1)
     before = metadata.seq_lens - lens if metadata.causal else metadata.seq_lens
     return live, same & (before >= prefix * block_size)
 
@@ -197,6 +198,6 @@ def _suffix_metadata(metadata: AttentionMetadata, prefix: int, block_size: int) 
 
 
 def sequence_of_tokens(metadata: AttentionMetadata, num_tokens: int) -> Array:
-    tokens = jnp.arange(num_tokens)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     found = jnp.searchsorted(metadata.query_start_loc, tokens, side="right") - 1
     return jnp.clip(found, 0, metadata.seq_lens.shape[0] - 1)

@@ -1,4 +1,4 @@
-"""Checks of array arguments that several public doors share."""
+"""Checks of array arguments that several public functions share."""
 
 import math
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .cache import FP8_DTYPES, CacheSpec
-from .config import is_array
+from .config import check_float, check_vector, concrete, is_array, is_floating, real_number
 from .errors import bad_type, bad_value
 from .integers import narrow
 
@@ -42,25 +42,69 @@ def check_query(query: Any, spec: CacheSpec, *, fp8: bool = False) -> Array:
     return array
 
 
-def optional_vector(name: str, value: Any, length: int) -> Float[Array, " n"] | None:
-    """`None`, or f32[length] from anything of that shape."""
+def optional_vector(name: str, value: Any, query: Array, others: Any) -> Float[Array, " Hq"] | None:
+    """`None`, or f32[Hq] of the query's heads, from a vector of that length or, inside `shard_map`, from the whole model's.
+
+    Args:
+      name: the argument, for the errors.
+      value: `None`, or a vector of the heads of `query`, or of as many times more as the mesh axis has devices that the heads lie on.
+      query: [T, Hq, D].
+      others: arrays that are not divided by heads (the metadata): a mesh axis that they vary over is not the heads'.
+    """
     if value is None:
         return None
-    if tuple(np.shape(value)) != (length,):
-        bad_value(name, value, f"None or an array of shape [num_heads] = [{length}]")
-    return jnp.asarray(value, jnp.float32)
+    heads = query.shape[1]
+    rule = f"None or an array of shape [num_heads] = [{heads}]"
+    axes = mesh_axes_of_heads(query, others)
+    check_vector(name, value, (heads, *(heads * size for size in axes.values())), rule)
+    vector = jnp.asarray(value, jnp.float32)
+    if vector.shape[0] == heads:
+        return vector
+    found = [axis for axis, size in axes.items() if heads * size == vector.shape[0]]
+    if len(found) > 1:
+        bad_value(name, value, f"{rule}, this shard's part: any of the mesh axes {', '.join(map(str, found))} may be the heads'")
+    return lax.dynamic_slice_in_dim(vector, lax.axis_index(found[0]) * heads, heads)
+
+
+def mesh_axes_of_heads(query: Array, others: Any) -> dict[Any, int]:
+    """Sizes of the mesh axes, in `shard_map`, that the query's heads may be divided over; empty outside.
+
+    These are the manual axes over which the query varies and no array of `others` does. Where `shard_map` does not keep track of that
+    (`check_vma=False`), all manual axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {axis: mesh.shape[axis] for axis in mesh.manual_axes if mesh.shape[axis] > 1}
+    varying = varying_axes(query)
+    if not varying:
+        return manual if not any(map(varying_axes, jax.tree.leaves(others))) else {}
+    fixed = frozenset().union(*map(varying_axes, jax.tree.leaves(others)))
+    return {axis: size for axis, size in manual.items() if axis in varying - fixed}
+
+
+def varying_axes(array: Any) -> frozenset:
+    """The mesh axes that an array varies over inside `shard_map`."""
+    kind = jax.typeof(array)
+    manual = getattr(kind, "manual_axis_type", None)  # `vma` up to jax 0.9
+    return frozenset(manual.varying if manual is not None else getattr(kind, "vma", ()))
 
 
 def optional_scalar(name: str, value: Any) -> Float[Array, ""] | None:
-    """`None`, or an f32 scalar from a float, a NumPy scalar, or an array of shape () or (1,); where it is concrete, finite and above 0."""
+    """`None`, or an f32 scalar from a float, a NumPy scalar, or an array of shape () or (1,); where it is concrete, normal and above 0."""
     if value is None:
         return None
-    if tuple(np.shape(value)) not in ((), (1,)):
-        bad_value(name, value, "a scalar (per tensor)")
-    if not isinstance(value, Tracer):
-        number = float(np.asarray(value, np.float32).reshape(()))
-        if not math.isfinite(number) or number <= 0:
-            bad_value(name, value, "finite and above 0")
+    rule = "None or a real scalar (per tensor)"
+    if is_array(value):
+        if tuple(value.shape) not in ((), (1,)):
+            bad_value(name, value, rule)
+        if not (is_floating(value.dtype) or np.issubdtype(value.dtype, np.integer)):
+            bad_type(name, value, rule)
+        values = concrete(value)
+    elif real_number(value) is None:
+        bad_type(name, value, rule)
+    else:
+        values = np.asarray(real_number(value))
+    if values is not None:
+        check_float(name, values.reshape(()))
     return jnp.asarray(value, jnp.float32).reshape(())
 
 
@@ -68,17 +112,23 @@ def split_scale(scale: Any, head_size: int) -> tuple[float, Float[Array, ""] | N
     """A softmax scale as (static factor, traced factor): a number is static, an array is traced."""
     if scale is None:
         return head_size**-0.5, None
+    rule = "None, a float or a real scalar array"
     if isinstance(scale, jax.Array):
         if scale.shape not in ((), (1,)):
-            bad_value("scale", scale, "None, a float or a scalar array")
+            bad_value("scale", scale, rule)
+        if not (is_floating(scale.dtype) or np.issubdtype(scale.dtype, np.integer)):
+            bad_type("scale", scale, rule)
         return 1.0, jnp.asarray(scale, jnp.float32).reshape(())
-    try:
-        number = float(scale)
-    except (TypeError, ValueError):
-        bad_type("scale", scale, "None, a float or a scalar array")
-    if not math.isfinite(number):
-        bad_value("scale", scale, "finite")
-    return number, None
+    if real_number(scale) is None:
+        bad_type("scale", scale, rule)
+    return check_float("scale", scale, zero=True, negative=True, alternative="None or "), None
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """A static bool; ints, text and traced values are refused."""
+    if not isinstance(value, bool):
+        bad_type(name, value, "a static bool")
+    return value
 
 
 def product(*factors: Float[Array, ""] | None) -> Float[Array, ""] | None:

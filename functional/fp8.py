@@ -1,4 +1,4 @@
-"""The fp8 kinds: which one a name means on which arch, their ranges, and the one quantization that every writer and output uses.
+"""The fp8 dtypes: which one a name means on which arch, their ranges, and the quantization that every writer and output uses.
 
     stored = round_to_nearest_even(clamp(float32(value) / scale, -MAX, +MAX))        NaN stays NaN, +-Inf saturates
 
@@ -81,7 +81,9 @@ def quantize(values: Float[Array, "..."], scale: Any, dtype: Any) -> Array:
     if dtype not in FP8_DTYPES:
         bad_value("dtype", dtype.name, f"one of {', '.join(d.name for d in FP8_DTYPES)}")
     top = FP8_MAX[dtype]
-    exact = _divide_within(values.astype(jnp.float32), jnp.asarray(scale, jnp.float32), top)
+    scale = jnp.asarray(scale, jnp.float32)
+    scale = scale.reshape((1,) * (values.ndim - scale.ndim) + scale.shape)  # `jax_numpy_rank_promotion` may forbid implicit axes
+    exact = _divide_within(values.astype(jnp.float32), scale, top)
     return jnp.clip(exact, -top, top).astype(dtype)
 
 

@@ -1,19 +1,19 @@
-"""Rotary embedding, optionally after a norm of queries and keys, together with the cache write: the public doors."""
+"""Rotary embedding, optionally after a norm of queries and keys, together with the cache write: the public functions."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from . import dispatch
 from .cache import CacheSpec, KVCache, check_cache, check_layer
 from .cache_writers import check_new_tokens
 from .calls import QkNormRopeUpdateCall, RopeUpdateCall
-from .checks import MODEL_DTYPES, check_query, check_slots
-from .config import check_positive_int, int_or_none, is_array
+from .checks import MODEL_DTYPES, check_bool, check_query, check_slots
+from .config import check_float, check_positive_int, int_or_none, is_array
 from .errors import bad_type, bad_value
-from .rotary import check_cos_sin_cache, check_is_neox, check_positions
+from .rotary import check_cos_sin_cache, check_positions
 
 
 def _slots_of_all(slot_mapping: Any, num_tokens: int, spec: CacheSpec) -> Int[Array, " T"]:
@@ -66,7 +66,7 @@ def rope_and_update_cache(
         cache=cache,
         slot_mapping=_slots_of_all(slot_mapping, query.shape[0], spec),
         layer=check_layer(layer, spec),
-        is_neox=check_is_neox(is_neox),
+        is_neox=check_bool("is_neox", is_neox),
     )
     return dispatch.run("rope_and_update_cache", call, implementation)
 
@@ -92,11 +92,12 @@ def qk_norm_rope_and_update_cache(
 
     Args:
       qkv: [T, (Hq + 2 H) * D]: queries, keys, values of each token; float32, float16 or bfloat16.
-      q_weight, k_weight: [D] plain weights (no 1 is added) of any of these dtypes; used in float32, never cast to qkv's dtype.
+      q_weight, k_weight: [D] plain weights (no 1 is added) of any of these dtypes; used in float32, never cast to qkv's dtype. float64 is
+        rounded to float32. Squares of queries and keys must be finite in float32.
       positions, cos_sin_cache, is_neox: see `rotary_embedding`.
       cache, slot_mapping, layer: see `rope_and_update_cache`.
       num_heads: query heads Hq, static.
-      eps: added to the mean square inside the root; static, above 0.
+      eps: added to the mean square inside the root; static, above 0 and normal in float32.
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
 
     Returns:
@@ -158,8 +159,7 @@ def qk_norm_mrope_and_update_cache(
       ValueError, TypeError: a bad argument: its name, what it was, what it must be.
       UnsupportedError: the named implementation can't serve the call.
     """
-    if not isinstance(is_interleaved, bool):
-        bad_type("is_interleaved", is_interleaved, "a static bool")
+    check_bool("is_interleaved", is_interleaved)
     call = _qk_norm_call(
         qkv,
         q_weight,
@@ -218,8 +218,8 @@ def _qk_norm_call(
         slot_mapping=_slots_of_all(slot_mapping, tokens, spec),
         layer=check_layer(layer, spec),
         num_heads=num_heads,
-        eps=_check_eps(eps),
-        is_neox=check_is_neox(is_neox),
+        eps=check_float("eps", eps),
+        is_neox=check_bool("is_neox", is_neox),
         mrope_section=mrope_section,
         is_interleaved=is_interleaved,
     )
@@ -238,19 +238,9 @@ def _check_qkv(qkv: Any, num_heads: int, spec: CacheSpec) -> Array:
 def _check_weight(name: str, weight: Any, spec: CacheSpec) -> Float[Array, " D"]:
     if not is_array(weight) or tuple(weight.shape) != (spec.head_size,):
         bad_value(name, weight, f"an array of shape [head_size] = [{spec.head_size}]")
-    if jnp.dtype(weight.dtype) not in MODEL_DTYPES:
+    if jnp.dtype(weight.dtype) not in (*MODEL_DTYPES, np.dtype(np.float64)):
         bad_type(name, weight, f"of dtype {', '.join(d.name for d in MODEL_DTYPES)}")
     return jnp.asarray(weight, jnp.float32)
-
-
-def _check_eps(eps: Any) -> float:
-    try:
-        number = float(eps)
-    except Exception:  # a traced value raises one of several jax errors
-        bad_type("eps", eps, "a static float")
-    if not math.isfinite(number) or number <= 0:
-        bad_value("eps", eps, "finite and above 0")
-    return number
 
 
 def _check_section(section: Any) -> tuple[int, int, int]:

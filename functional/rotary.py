@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys: the public door."""
+"""Rotary position embedding of queries and keys: the public function."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from . import dispatch
 from .calls import RotaryCall
-from .checks import MODEL_DTYPES, check_tokens
+from .checks import MODEL_DTYPES, check_bool, check_tokens
 from .config import is_array
 from .errors import bad_type, bad_value
 from .integers import narrow
@@ -27,7 +27,7 @@ def check_cos_sin_cache(cos_sin_cache: Any, head_size: int) -> Array:
 
 
 def check_positions(positions: Any, shape: tuple[int, ...], max_pos: int) -> Int[Array, "..."]:
-    """Positions of `shape` as i32. NumPy integers outside [0, max_pos) raise; on a device nobody looks, and such a token turns to NaN."""
+    """Positions of `shape` as i32. NumPy integers outside [0, max_pos) raise; positions on a device are not read, and give NaN there."""
     if not is_array(positions) or tuple(positions.shape) != shape:
         bad_value("positions", positions, f"an integer array of shape {list(shape)}")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -37,12 +37,6 @@ def check_positions(positions: Any, shape: tuple[int, ...], max_pos: int) -> Int
         if outside.size:
             bad_value("positions", int(outside[0]), f"in [0, {max_pos}), the rows of cos_sin_cache")
     return narrow(positions, max_pos)
-
-
-def check_is_neox(is_neox: Any) -> bool:
-    if not isinstance(is_neox, bool):
-        bad_type("is_neox", is_neox, "a static bool")
-    return is_neox
 
 
 def rotary_embedding(
@@ -85,6 +79,6 @@ def rotary_embedding(
         query=query,
         key=key,
         cos_sin_cache=table,
-        is_neox=check_is_neox(is_neox),
+        is_neox=check_bool("is_neox", is_neox),
     )
     return dispatch.run("rotary_embedding", call, implementation)

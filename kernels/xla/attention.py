@@ -1,18 +1,19 @@
 """The `xla` implementation of paged attention and encoder attention: where keys come from, around the loops of `passes` and `tiles`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize
+from purepage.functional.integers import INT32_MAX
 from purepage.kernels.xla.passes import attend
-from purepage.kernels.xla.tiles import Items, Problem, operand_dtype
+from purepage.kernels.xla.tiles import Items, Problem, operand_dtype, window_range
 
 CHUNK_TOKENS = {"cpu": 256, "accelerator": 512}
 """A causal mask hides less of a smaller chunk, and a smaller chunk stays in a CPU's cache. One still smaller leaves a core idle in a
@@ -98,9 +99,19 @@ class OverlaidSource:
         is_new = is_new[:, None, :, None]
         key, value = self.dense.load(items, index, dtype)
         old_key, old_value = self.paged.load(items, index, dtype)
-        return jnp.where(is_new, key, old_key * self.k_scale[:, None, None]), jnp.where(
-            is_new, value, old_value * self.v_scale[:, None, None]
-        )
+        k_scale, v_scale = (scale[None, :, None, None] for scale in (self.k_scale, self.v_scale))
+        return jnp.where(is_new, key, old_key * k_scale), jnp.where(is_new, value, old_value * v_scale)
+
+
+def _needs_missing_block(problem: Problem, table: Int[Array, "S M"], num_blocks: int, block_size: int) -> Bool[Array, " S"]:
+    """Which sequences have a position that some query may see in a block outside [0, num_blocks)."""
+    starts = problem.query_start_loc
+    first = problem.contexts
+    last = first + (starts[1:] - starts[:-1]) - 1
+    start, stop = window_range(first, last, jnp.zeros_like(first), problem.lengths, problem.sliding_window, causal=problem.causal)
+    column = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    needed = (column >= (start // block_size)[:, None]) & (column < (-(-stop // block_size))[:, None])
+    return jnp.any(needed & ((table < 0) | (table >= num_blocks)), axis=1)
 
 
 def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
@@ -108,8 +119,8 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     starts, seq_lens, table = (getattr(metadata, name).astype(jnp.int32) for name in ("query_start_loc", "seq_lens", "block_table"))
     width = table.shape[1]
     blocks = max(1, min(chunk_tokens(platform) // spec.block_size, width))
-    table = jnp.pad(table, ((0, 0), (0, max(blocks, -(-width // blocks) * blocks) - width)))
-    source = PagedSource(call.cache, call.layer, table, blocks)
+    padded = jnp.pad(table, ((0, 0), (0, max(blocks, -(-width // blocks) * blocks) - width)))
+    source = PagedSource(call.cache, call.layer, padded, blocks)
     dtype = operand_dtype(call.query.dtype, spec.dtype, platform)
     k_scale, v_scale = (
         jnp.broadcast_to(scale[call.layer], (spec.num_kv_heads,)) if spec.is_quantized else jnp.ones((spec.num_kv_heads,), jnp.float32)
@@ -126,7 +137,7 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
         query=call.query,
         query_start_loc=starts,
         # A position past the table has no block.
-        lengths=jnp.minimum(contexts if call.context_only else seq_lens, width * spec.block_size),
+        lengths=jnp.minimum(contexts if call.context_only else seq_lens, min(width * spec.block_size, INT32_MAX)),
         contexts=contexts,
         source=source,
         score_factor=factor * k_scale,
@@ -140,6 +151,9 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
         dtype=dtype,
         varying=(call, new_tokens),
     )
+    # Positions that are read from the new tokens need no block.
+    cached = problem if new_tokens is None else replace(problem, lengths=jnp.minimum(problem.lengths, jnp.maximum(contexts, 0)))
+    problem = replace(problem, invalid=_needs_missing_block(cached, table, spec.num_blocks, spec.block_size))
     out, lse = attend(problem, platform)
     if v_scale is not None and spec.is_quantized:
         out = out * jnp.repeat(v_scale, call.query.shape[1] // spec.num_kv_heads)[None, :, None]

@@ -28,14 +28,14 @@ def rms_norm(x: Float[Array, "T H D"], weight: Float[Array, " D"], eps: float) -
     """round(x * rsqrt(mean(x^2) + eps) * weight) over the whole head, in float32, rounded once to the dtype of `x`."""
     exact = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(exact * exact, axis=-1, keepdims=True) + eps)
-    return round_to(exact * inverse * weight, x.dtype).astype(x.dtype)
+    return round_to(exact * inverse * weight[None, None], x.dtype).astype(x.dtype)
 
 
 def mrope_cos_sin(
     table: Float[Array, "P R"], positions: Int[Array, "3 T"], section: tuple[int, int, int], *, is_interleaved: bool
 ) -> tuple[Float[Array, "T R/2"], Float[Array, "T R/2"]]:
     """cos and sin of each token, every frequency from the row (time, height, width) that it belongs to."""
-    frequency = jnp.arange(table.shape[1] // 2)
+    frequency = jnp.arange(table.shape[1] // 2, dtype=jnp.int32)[None]
     t, h, w = section
     if is_interleaved:
         takes_h, takes_w = ((frequency % 3 == row) & (frequency < 3 * size) for row, size in ((1, h), (2, w)))

@@ -9,9 +9,11 @@ from purepage.functional.calls import MergeCall
 @jax.jit
 def merge_attention_states(call: MergeCall) -> tuple[jax.Array, jax.Array]:
     """(out [T, Hq, D] in the dtype of `out_a`, lse f32[T, Hq]) of a checked call."""
-    top = jnp.maximum(call.lse_a, call.lse_b)
-    base = jnp.where(top == -jnp.inf, 0.0, top)  # -inf - -inf is NaN; two empty sides are not
-    weight_a, weight_b = jnp.exp(call.lse_a - base), jnp.exp(call.lse_b - base)
+    # -inf and +inf (FlashAttention 2's word for no keys) both mean that a side saw no key.
+    lse_a, lse_b = (jnp.where(jnp.isposinf(lse), -jnp.inf, lse) for lse in (call.lse_a, call.lse_b))
+    top = jnp.maximum(lse_a, lse_b)
+    base = jnp.where(top == -jnp.inf, 0.0, top)  # -inf - -inf is NaN; two sides without keys are not
+    weight_a, weight_b = jnp.exp(lse_a - base), jnp.exp(lse_b - base)
     total = weight_a + weight_b
     divisor = jnp.where(total == 0, 1.0, total)
 

@@ -37,11 +37,11 @@ def _tiling(problem: Problem, queries: int, platform: str) -> tuple[int, int]:
     num_heads, head_size = problem.query.shape[1:]
     chunk = problem.source.chunk
     rows = max(1, min(queries, SCORE_ELEMENTS // (num_heads * chunk)))
-    room = GATHERED_ELEMENTS["cpu" if platform == "cpu" else "accelerator"]
+    most_gathered = GATHERED_ELEMENTS["cpu" if platform == "cpu" else "accelerator"]
     by_scores = SCORE_ELEMENTS // max(1, rows * num_heads * chunk)
     if platform == "cpu" and rows > SMALL_QUERIES:
         return rows, 1  # items that advance together run as far as the longest of them
-    return rows, max(1, min(problem.lengths.shape[0], by_scores, room // (chunk * problem.source.num_kv_heads * head_size)))
+    return rows, max(1, min(problem.lengths.shape[0], by_scores, most_gathered // (chunk * problem.source.num_kv_heads * head_size)))
 
 
 def _passes(max_query_len: int, num_tokens: int, tile: int) -> tuple[tuple[int, int, int], ...]:
@@ -62,7 +62,7 @@ def _attend_pass(problem: Problem, bounds: tuple[int, int, int], platform: str, 
     lens = starts[1:] - starts[:-1]
     mine = (lens >= shortest) & (lens <= longest)
     tiles = jnp.where(mine, -(-lens // queries), 0)
-    ends = jnp.cumsum(tiles)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
     most = min(seqs, tokens) if longest == 1 else -(-tokens // queries) + min(seqs, tokens)
     groups = max(1, -(-most // together))
     needed = -(-ends[-1] // together)

@@ -48,7 +48,7 @@ class Source(Protocol):
     def num_kv_heads(self) -> int: ...
 
     def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R H C D"], Float[Array, "R H C D"]]:
-        """Keys and values of positions `index * chunk` onwards; those that nobody sees may hold anything."""
+        """Keys and values of positions `index * chunk` onwards; those that no query sees may hold anything."""
         ...
 
 
@@ -73,10 +73,14 @@ class Problem:
     """Dtype of the products' operands."""
     varying: object
     """The arrays that the results depend on, for the types of loop states inside `shard_map`."""
+    invalid: Bool[Array, " S"] | None = None
+    """Sequences whose rows are NaN, since they need a block that the cache does not have."""
 
 
-def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, " C"]) -> Bool[Array, "R Q C"]:
-    query_at = items.first_position[:, None, None] + jnp.arange(rows)[None, :, None]
+def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, "1 C"], qq_bias: Array | None) -> Bool[Array, "R Q C"]:
+    """The one definition of what a query sees: length, causality, window and a bias of -inf."""
+    row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
+    query_at = items.first_position[:, None, None] + row
     key_at = keys[:, None, :]
     keep = key_at < items.seq_len[:, None, None]
     if problem.causal:
@@ -85,26 +89,54 @@ def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, " C"]) 
         keep &= query_at - key_at < problem.sliding_window
         if not problem.causal:
             keep &= key_at - query_at < problem.sliding_window
-    return keep & (jnp.arange(rows)[None, :, None] < items.count[:, None, None])
+    if qq_bias is not None:
+        keep &= qq_bias != -jnp.inf
+    return keep & (row < items.count[:, None, None])
 
 
-def _bias(problem: Problem, items: Items, rows: int, keys: Int[Array, "R C"]) -> Float[Array, "R Hq Q C"] | None:
-    """ALiBi and query-query bias, natural-log units."""
-    query_at = items.first_position[:, None] + jnp.arange(rows)[None]
-    bias = None
-    if problem.alibi_slopes is not None:
-        distance = (keys[:, None, :] - query_at[:, :, None]).astype(jnp.float32)
-        bias = problem.alibi_slopes[None, :, None, None] * distance[:, None]
-    if problem.qq_bias is not None:
-        row = query_at - items.context[:, None]
-        column = keys - items.context[:, None]
-        height, width = problem.qq_bias.shape
-        inside = ((row >= 0) & (row < height))[:, :, None] & ((column >= 0) & (column < width))[:, None, :]
-        if height and width:
-            picked = problem.qq_bias[jnp.clip(row, 0, height - 1)[:, :, None], jnp.clip(column, 0, width - 1)[:, None, :]]
-            picked = jnp.where(inside, picked, 0.0)[:, None]
-            bias = picked if bias is None else bias + picked
-    return bias
+def window_range(
+    first: Array, last: Array, start: Array, stop: Array, window: int | None, *, causal: bool
+) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
+    """[start, stop) without the keys that no query at positions `first` to `last` has in its window. No sum can overflow int32."""
+    if window is None:
+        return start, stop
+    oldest = first - start
+    start = start + jnp.where(oldest > window - 1, oldest - (window - 1), 0)
+    if not causal:
+        stop = jnp.where(stop - last > window, last + window, stop)
+    return start, stop
+
+
+def _alibi(problem: Problem, items: Items, rows: int, keys: Int[Array, "1 C"]) -> Float[Array, "R Hq Q C"] | None:
+    if problem.alibi_slopes is None:
+        return None
+    query_at = items.first_position[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
+    distance = (keys[:, None, :] - query_at[:, :, None]).astype(jnp.float32)
+    return problem.alibi_slopes[None, :, None, None] * distance[:, None]
+
+
+def _qq_bias(problem: Problem, items: Items, rows: int, keys: Int[Array, "1 C"]) -> Float[Array, "R Q C"] | None:
+    """Bias of this step's queries and keys; 0 where a key is of an earlier step, or past the given bias."""
+    if problem.qq_bias is None or 0 in problem.qq_bias.shape:
+        return None
+    height, width = problem.qq_bias.shape
+    row = items.first_position[:, None] + jnp.arange(rows, dtype=jnp.int32)[None] - items.context[:, None]
+    column = keys - items.context[:, None]
+    inside = ((row >= 0) & (row < height))[:, :, None] & ((column >= 0) & (column < width))[:, None, :]
+    picked = problem.qq_bias[jnp.clip(row, 0, height - 1)[:, :, None], jnp.clip(column, 0, width - 1)[:, None, :]]
+    return jnp.where(inside, picked, 0.0)
+
+
+def _soft_capped(scores: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """cap * tanh(scores / cap) with float32's relative error, whatever the cap.
+
+    XLA divides by a constant with a product by its reciprocal, and flushes subnormal results. Under a large cap either gives a score of 0
+    or infinity, so that small scores, for which tanh is the identity, go around it and the division stays one.
+    """
+    if cap < 2.0**64:
+        return cap * jnp.tanh(scores / cap)
+    divisor = lax.optimization_barrier(jnp.float32(cap))
+    return jnp.where(jnp.abs(scores) < cap * 2.0**-16, scores, cap * jnp.tanh(scores / divisor))
 
 
 def _dot(spec: str, left: Array, right: Array) -> Float[Array, "..."]:
@@ -123,13 +155,13 @@ def _weighted_values(
         flat = weights.reshape(*weights.shape[:2], -1, weights.shape[-1]).astype(values.dtype)
         return _dot("rhmc,rhcd->rhmd", flat, values).reshape(*weights.shape[:-1], values.shape[-1])
 
-    if keep is None or keep.shape[1] == 1:  # one query: what it does not see is zeroed already
+    if keep is None or keep.shape[1] == 1:  # the values that a single query does not see are 0 already
         return plain(values)
     seen = keep.astype(jnp.float32)
 
     def guarded(values):
         finite = jnp.isfinite(values)
-        out = plain(jnp.where(finite, values, 0))
+        out = plain(jnp.where(finite, values, jnp.zeros((), values.dtype)))
 
         def sees(bad):
             return _dot("rqc,rhcd->rhqd", seen, bad.astype(jnp.float32))[:, :, None] > 0
@@ -145,11 +177,11 @@ def _full_chunks(problem: Problem, items: Items, live: Bool[Array, " R"], chunk:
     """[first, end) of the chunks that all queries of all live items see whole; first may lie beyond end."""
     last_position = items.first_position + items.count - 1
     stop = jnp.minimum(items.seq_len, items.first_position + 1) if problem.causal else items.seq_len
-    start = jnp.zeros_like(stop)
-    if problem.sliding_window is not None:
-        start = jnp.maximum(0, last_position - (problem.sliding_window - 1))
-        if not problem.causal:
-            stop = jnp.minimum(stop, items.first_position + problem.sliding_window)
+    if problem.qq_bias is not None:  # which may mask a key of this step
+        stop = jnp.minimum(stop, items.context)
+    start, stop = window_range(
+        last_position, items.first_position, jnp.zeros_like(stop), stop, problem.sliding_window, causal=problem.causal
+    )
     return jnp.max(jnp.where(live, -(-start // chunk), 0)), jnp.min(jnp.where(live, stop // chunk, jnp.iinfo(jnp.int32).max))
 
 
@@ -159,7 +191,7 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     tokens, num_heads, head_size = problem.query.shape
     chunk, heads = problem.source.chunk, problem.source.num_kv_heads
     group = num_heads // heads
-    token = items.first[:, None] + jnp.arange(rows)[None]
+    token = items.first[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
     query = problem.query[jnp.minimum(token, tokens - 1)].astype(problem.dtype).reshape(count, rows, heads, group, head_size)
     # Queries of one KV head as the rows of one matrix: a product with more free axes is transposed for each chunk.
     query = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(count, heads, group * rows, head_size)
@@ -169,11 +201,9 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
 
     last_position = items.first_position + items.count - 1
     stop = jnp.minimum(items.seq_len, last_position + 1) if problem.causal else items.seq_len
-    start = jnp.zeros_like(stop)
-    if problem.sliding_window is not None:
-        start = jnp.maximum(0, items.first_position - (problem.sliding_window - 1))
-        if not problem.causal:
-            stop = jnp.minimum(stop, last_position + problem.sliding_window)
+    start, stop = window_range(
+        items.first_position, last_position, jnp.zeros_like(stop), stop, problem.sliding_window, causal=problem.causal
+    )
     live = (items.count > 0) & (start < stop)
     end_chunk = jnp.max(jnp.where(live, -(-stop // chunk), 0))
     first_chunk = jnp.minimum(jnp.min(jnp.where(live, start // chunk, jnp.iinfo(jnp.int32).max)), end_chunk)
@@ -186,17 +216,21 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
         if factor is not None:
             scores = scores * factor[None, :, None, None, None]
         if problem.logits_soft_cap is not None:
-            scores = problem.logits_soft_cap * jnp.tanh(scores / problem.logits_soft_cap)
-        bias = _bias(problem, items, rows, jnp.broadcast_to(keys, (count, chunk)))
-        if bias is not None:
-            scores += jnp.broadcast_to(bias, (count, num_heads, rows, chunk)).reshape(scores.shape)
+            scores = _soft_capped(scores, problem.logits_soft_cap)
+        alibi, qq_bias = _alibi(problem, items, rows, keys), _qq_bias(problem, items, rows, keys)
+        if alibi is not None:
+            scores += jnp.broadcast_to(alibi, (count, num_heads, rows, chunk)).reshape(scores.shape)
+        if qq_bias is not None:
+            scores += qq_bias[:, None, None]
         keep = None
         if masked:
-            keep = _visible(problem, items, rows, keys)
+            keep = _visible(problem, items, rows, keys, qq_bias)
             scores = jnp.where(keep[:, None, None], scores, LOG_ZERO)
-            # What the tile's queries see between them is one range.
-            seen = live[:, None] & (keys >= start[:, None]) & (keys < stop[:, None])
-            value = jnp.where(seen[:, None, :, None], value, 0)
+            if rows == 1:
+                seen = keep[:, 0]
+            else:  # the keys that any of the tile's queries sees lie in one range; `_weighted_values` takes care of each query's
+                seen = live[:, None] & (keys >= start[:, None]) & (keys < stop[:, None])
+            value = jnp.where(seen[:, None, :, None], value, jnp.zeros((), value.dtype))
 
         new_max = jnp.maximum(row_max, jnp.max(scores, axis=-1))
         base = jnp.where(new_max == LOG_ZERO, 0.0, new_max)
@@ -230,6 +264,9 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
 
     out = out / jnp.where(row_sum == 0, 1.0, row_sum)[..., None]  # without a visible key out is 0
     lse = row_max + jnp.log(row_sum)
+    if problem.invalid is not None:
+        invalid = problem.invalid[items.sequence][:, None, None, None]
+        out, lse = jnp.where(invalid[..., None], jnp.nan, out), jnp.where(invalid, jnp.nan, lse)
     out = jnp.moveaxis(out, 3, 1).reshape(count, rows, num_heads, head_size)
     return out, jnp.moveaxis(lse, 3, 1).reshape(count, rows, num_heads)
 

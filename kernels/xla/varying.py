@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 
+from purepage.functional.checks import varying_axes
+
 Tree = TypeVar("Tree")
 
 
@@ -14,14 +16,8 @@ def vary_like(state: Tree, inputs: Any) -> Tree:
     Inside `shard_map` a loop's state must have one type before and after its body; a constant starts out equal on all devices, and what
     the body makes of sharded inputs is not.
     """
-    axes = frozenset().union(*(_axes(leaf) for leaf in jax.tree.leaves(inputs)))
-    return jax.tree.map(lambda leaf: _vary(leaf, tuple(sorted(axes - _axes(leaf), key=str))), state)
-
-
-def _axes(array: Any) -> frozenset:
-    kind = jax.typeof(array)
-    manual = getattr(kind, "manual_axis_type", None)  # `vma` up to jax 0.9
-    return frozenset(manual.varying if manual is not None else getattr(kind, "vma", ()))
+    axes = frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(inputs)))
+    return jax.tree.map(lambda leaf: _vary(leaf, tuple(sorted(axes - varying_axes(leaf), key=str))), state)
 
 
 def _vary(array: jax.Array, axes: tuple) -> jax.Array:

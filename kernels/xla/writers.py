@@ -35,7 +35,11 @@ def scatter(data: Array, sides: tuple[Array, Array], slots: Int[Array, " T"], la
         return _set(data, both.reshape(slots.shape[0], 1, *spec.extents.shape(kept)), {**at, "N": token}, spec)
     for side, (bits, lie) in enumerate(zip(sides, spec.side_strides, strict=True)):
         pieces = spec.head_size // lie.d_vector
-        start = token // lie.n_vector * lie.token_outer + token % lie.n_vector * lie.token + jnp.arange(pieces) * lie.dim_outer
+        start = (
+            token // lie.n_vector * lie.token_outer
+            + token % lie.n_vector * lie.token
+            + jnp.arange(pieces, dtype=jnp.int32)[None] * lie.dim_outer
+        )
         rows = bits.reshape(slots.shape[0], spec.num_kv_heads, pieces, lie.d_vector).swapaxes(1, 2)
         data = _set(data, rows, {**at, "2": side, "DN": start}, spec)
     return data

@@ -151,6 +151,98 @@ def test_block_edges_are_exact(length, block_size):
     assert means(length, 1, block_size=block_size)[0] == pytest.approx((length - 1) / 2)
 
 
+@pytest.mark.parametrize("window", [0, -1, 2**30, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
+def test_a_window_wider_than_the_sequence_is_no_window(window, causal):
+    batch = random_batch(2)
+    batch = replace(batch, metadata=replace(batch.metadata, causal=causal))
+    plain, windowed = attend(batch), attend(batch, sliding_window=window)
+    np.testing.assert_allclose(windowed, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_a_window_of_cross_attention_is_symmetric(window):
+    """Keys of length 4, queries at positions 2 and 3, and two queries more than there are keys."""
+    for queries in (2, 6):
+        cache, metadata = one_sequence(4, 1)
+        metadata = replace(metadata, query_start_loc=jnp.array([0, queries]), causal=False, max_query_len=queries)
+        out = pp.paged_attention(jnp.zeros((queries, 1, 32)), cache, metadata, sliding_window=window, implementation="xla")[:, 0, 0]
+        for row, found in enumerate(np.asarray(out)):
+            seen = [k for k in range(4) if abs(k - (4 - queries + row)) < window]
+            assert found == pytest.approx(np.mean(seen) if seen else 0.0)
+
+
+@pytest.mark.parametrize("poison", ["key", "value"])
+@pytest.mark.parametrize(("queries", "context"), [(4, 0), (1, 0), (1, 3), (5, 20), (33, 3), (300, 5)])
+def test_a_bias_of_minus_infinity_masks_like_causality(queries, context, poison):
+    """The masked keys of this step, every third, hold NaN on one side. All values are 1, so every row that sees a key is 1."""
+    length = context + queries
+    keys, values = np.zeros((length, 1, 32), np.float32), np.ones((length, 1, 32), np.float32)
+    masked = np.arange(queries) % 3 == 2
+    (keys if poison == "key" else values)[context:][masked] = np.nan
+    cache, metadata = one_sequence(length, queries, keys=keys, values=values)
+    bias = np.zeros((queries, queries), np.float32)
+    bias[:, masked] = -np.inf
+    out, lse = pp.paged_attention(jnp.ones((queries, 1, 32)), cache, metadata, qq_bias=bias, return_lse=True, implementation="xla")
+    np.testing.assert_allclose(out, 1.0, rtol=1e-5)
+    counts = [context + np.sum(~masked[: row + 1]) for row in range(queries)]
+    np.testing.assert_allclose(np.asarray(lse)[:, 0], np.log(counts), rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_whose_bias_masks_every_key_is_empty():
+    cache, metadata = one_sequence(3, 3, values=np.full((3, 1, 32), np.nan))
+    bias = np.full((3, 3), -np.inf, np.float32)
+    out, lse = pp.paged_attention(jnp.ones((3, 1, 32)), cache, metadata, qq_bias=bias, return_lse=True, implementation="xla")
+    assert np.all(np.asarray(out) == 0) and np.all(np.isneginf(np.asarray(lse)))
+
+
+def blocks_of_their_number(num_blocks=3, content="packed"):
+    """Block b holds the value b + 1."""
+    spec = pp.CacheSpec(num_blocks=num_blocks, block_size=16, num_kv_heads=1, head_size=32, dtype=jnp.float32, content=content)
+    values = np.broadcast_to(np.arange(1.0, num_blocks + 1)[None, :, None, None, None], (1, num_blocks, 16, 1, 32))
+    return pp.cache_from_logical(spec, jnp.zeros(values.shape, jnp.float32), jnp.asarray(values, jnp.float32))
+
+
+@pytest.mark.parametrize("content", ["packed", "xpacked", "flash"])
+@pytest.mark.parametrize("outside", [-1, 3, 7, -(2**31), 2**31 - 1])
+def test_a_needed_block_outside_the_pool_makes_its_sequence_nan_and_no_other(outside, content):
+    cache = blocks_of_their_number(content=content)
+    for queries in (1, 2, 40):
+        metadata = pp.make_metadata([queries] * 3, [48] * 3, [[1, 0, 2], [1, 0, 2], [2, 2, 2]], block_size=16)
+        table = jnp.array([[1, outside, 2], [1, 0, 2], [2, 2, 2]], jnp.int32)
+        query = jnp.zeros((3 * queries, 1, 32))
+        out, lse = pp.paged_attention(query, cache, replace(metadata, block_table=table), return_lse=True, implementation="xla")
+        clean, clean_lse = pp.paged_attention(query, cache, metadata, return_lse=True, implementation="xla")
+        assert np.all(np.isnan(out[:queries])) and np.all(np.isnan(lse[:queries]))
+        np.testing.assert_array_equal(out[queries:], clean[queries:])
+        np.testing.assert_array_equal(lse[queries:], clean_lse[queries:])
+
+
+WINDOWED = [(16, 1, (2,)), (17, 1, (1, 2)), (16, 2, (1, 2)), (33, 1, (0, 1, 2)), (1, 17, (1, 2))]
+
+
+@pytest.mark.parametrize(("window", "queries", "needed"), WINDOWED)
+def test_a_block_outside_every_window_may_be_anything(window, queries, needed):
+    cache = blocks_of_their_number()
+    metadata = pp.make_metadata([queries], [48], [[0, 1, 2]], block_size=16)
+    for column in range(3):
+        table = metadata.block_table.at[0, column].set(-1)
+        out = pp.paged_attention(
+            jnp.zeros((queries, 1, 32)), cache, replace(metadata, block_table=table), sliding_window=window, implementation="xla"
+        )
+        assert np.all(np.isnan(out)) == (column in needed) == np.any(np.isnan(out))
+
+
+def test_entries_past_the_sequence_may_be_anything():
+    cache = blocks_of_their_number()
+    metadata = pp.make_metadata([1, 0], [16, 0], [[2, 0], [0, 0]], block_size=16)
+    table = jnp.array([[2, 99], [-7, 99]], jnp.int32)
+    metadata = replace(metadata, block_table=table)
+    out, lse = pp.paged_attention(jnp.zeros((1, 1, 32)), cache, metadata, return_lse=True, implementation="xla")
+    np.testing.assert_allclose(out, 3.0)
+    np.testing.assert_allclose(lse, np.log(16), rtol=1e-6)
+
+
 def test_a_nan_value_reaches_only_the_queries_that_see_its_key():
     values = np.ones((40, 1, 32), np.float32)
     values[35] = np.nan
@@ -205,6 +297,33 @@ def test_soft_cap_is_a_real_tanh_after_the_scale():
     np.testing.assert_allclose(np.asarray(huge), 0.880797, rtol=1e-6)
     for off in (None, 0, 0.0):
         np.testing.assert_allclose(pp.paged_attention(query, cache, metadata, logits_soft_cap=off, implementation="xla"), 1.0)
+
+
+@pytest.mark.parametrize("cap", [1.2e-38, 1e-30, 1e-12, 1e-3, 1.0, 30.0, 1e3, 1e5, 1e9, 1e12, 1e18, 1e20, 1e30, 1e36, 3.4e38])
+def test_the_soft_cap_keeps_float32s_relative_error_over_every_decade(cap):
+    """A lone key's lse is its score: cap * tanh(score / cap), over 14 decades of score, against float64."""
+    scores = np.concatenate([[0.0], np.logspace(-9, 5, 29)])
+    scores = np.concatenate([-scores, scores]).astype(np.float32)
+    cache, metadata = one_sequence(1, 1, keys=np.eye(32, dtype=np.float32)[:1, None])
+    query = jnp.zeros((len(scores), 1, 32)).at[:, 0, 0].set(scores)
+    rows = len(scores)
+    metadata = replace(
+        metadata,
+        query_start_loc=jnp.arange(rows + 1),
+        seq_lens=jnp.ones(rows, jnp.int32),
+        block_table=jnp.broadcast_to(metadata.block_table, (rows, 1)),
+    )
+    _, lse = pp.paged_attention(query, cache, metadata, scale=1.0, logits_soft_cap=cap, return_lse=True, implementation="xla")
+    exact = cap * np.tanh(scores.astype(np.float64) / cap)
+    np.testing.assert_allclose(np.asarray(lse)[:, 0], exact, rtol=1e-6, atol=1.2e-38)
+
+
+@pytest.mark.parametrize("number", [1e39, -1e39, 1e-40, np.inf, np.nan, 10**400], ids=str)
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "q_scale", "output_scale"])
+def test_a_static_float_that_float32_does_not_hold_is_refused(name, number):
+    batch = random_batch(1)
+    with pytest.raises(ValueError, match=name):
+        attend(batch, **{name: number})
 
 
 def test_half_precision_inputs_do_not_overflow_their_scores():
@@ -420,7 +539,15 @@ BAD_CALLS = {
     "layer past the cache": (lambda q, c, m: pp.paged_attention(q, c, m, layer=1), ValueError, "layer is 1"),
     "negative layer": (lambda q, c, m: pp.paged_attention(q, c, m, layer=-1), ValueError, "layer"),
     "float layer": (lambda q, c, m: pp.paged_attention(q, c, m, layer=0.0), TypeError, "layer"),
-    "window 0": (lambda q, c, m: pp.paged_attention(q, c, m, sliding_window=0), ValueError, "sliding_window"),
+    "window -2": (lambda q, c, m: pp.paged_attention(q, c, m, sliding_window=-2), ValueError, "sliding_window"),
+    "window as text": (lambda q, c, m: pp.paged_attention(q, c, m, sliding_window="4"), TypeError, "sliding_window"),
+    "scale as text": (lambda q, c, m: pp.paged_attention(q, c, m, scale="0.5"), TypeError, "scale"),
+    "soft cap as text": (lambda q, c, m: pp.paged_attention(q, c, m, logits_soft_cap="5"), TypeError, "logits_soft_cap"),
+    "complex sinks": (lambda q, c, m: pp.paged_attention(q, c, m, sinks=[1j] * 4), TypeError, "sinks"),
+    "ragged sinks": (lambda q, c, m: pp.paged_attention(q, c, m, sinks=[[1], [2, 3]]), ValueError, "sinks"),
+    "an infinite sink": (lambda q, c, m: pp.paged_attention(q, c, m, sinks=[0, np.inf, 0, 0]), ValueError, r"sinks\[1\]"),
+    "a NaN slope": (lambda q, c, m: pp.paged_attention(q, c, m, alibi_slopes=[0, 0, np.nan, 0]), ValueError, r"alibi_slopes\[2\]"),
+    "a NaN bias": (lambda q, c, m: pp.paged_attention(q, c, m, qq_bias=[[np.nan]]), ValueError, "qq_bias"),
     "traced window": (lambda q, c, m: jax.jit(lambda w: pp.paged_attention(q, c, m, sliding_window=w))(3), TypeError, "sliding_window"),
     "negative soft cap": (lambda q, c, m: pp.paged_attention(q, c, m, logits_soft_cap=-1.0), ValueError, "logits_soft_cap"),
     "traced soft cap": (
