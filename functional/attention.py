@@ -21,6 +21,7 @@ from .checks import (
     split_scale,
 )
 from .config import check_logits_soft_cap, check_sliding_window, is_array, is_floating
+from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .metadata import AttentionMetadata, check_metadata
 
@@ -177,7 +178,7 @@ def paged_attention(
         qq_bias=qq_bias,
         return_lse=return_lse,
     )
-    out, lse = dispatch.run("paged_attention", call, implementation)
+    out, lse = dispatch.run("paged_attention", refuse_derivatives("paged_attention", call), implementation)
     return (out, lse) if return_lse else out
 
 
@@ -237,4 +238,4 @@ def encoder_attention(
         logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
         causal=causal,
     )
-    return dispatch.run("encoder_attention", call, implementation)
+    return dispatch.run("encoder_attention", refuse_derivatives("encoder_attention", call), implementation)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, check_cache
+from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .integers import as_integers, narrow
 
@@ -23,6 +24,7 @@ def convert_cache(cache: KVCache, spec: CacheSpec) -> KVCache:
     Raises:
       ValueError: the specs differ elsewhere; a change of dtype is a new quantization, not a conversion.
     """
+    cache = refuse_derivatives("convert_cache", cache)
     check_cache(cache)
     if not isinstance(spec, CacheSpec):
         bad_type("spec", spec, "a CacheSpec")
@@ -54,6 +56,7 @@ def _block_ids(name: str, ids: Any, spec: CacheSpec) -> Int[Array, " n"]:
 
 def gather_blocks(cache: KVCache, block_ids: Any) -> Blocks:
     """The blocks `block_ids` i32[n] of every layer. Ids outside [0, B) give zeros."""
+    cache = refuse_derivatives("gather_blocks", cache)
     spec = check_cache(cache)
     ids = _block_ids("block_ids", block_ids, spec)
     axis = spec.axes.index("B")
@@ -69,6 +72,7 @@ def scatter_blocks(cache: KVCache, block_ids: Any, blocks: Blocks) -> KVCache:
     Raises:
       ValueError: the blocks come from a cache of another layout, dtype or size, or are not as many as the ids.
     """
+    cache, blocks = refuse_derivatives("scatter_blocks", (cache, blocks))
     spec = check_cache(cache)
     ids = _block_ids("block_ids", block_ids, spec)
     if not isinstance(blocks, Blocks):
@@ -86,6 +90,7 @@ def copy_blocks(cache: KVCache, src: Any, dst: Any) -> KVCache:
 
     A pair with an id outside [0, B) is skipped. In place under donation, but for the copied blocks.
     """
+    cache = refuse_derivatives("copy_blocks", cache)
     spec = check_cache(cache)
     sources, targets = _block_ids("src", src, spec), _block_ids("dst", dst, spec)
     if sources.shape != targets.shape:

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from .config import check_positive_int, int_or_none, is_array
+from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .integers import INT32_MAX, narrow
 from .layout import CONTENTS, ORDERS, Extents, SideStrides, physical_axes, side_axes, side_strides
@@ -311,6 +312,7 @@ def _ids_first(taken: Array, axes: tuple[str, ...], ids_ndim: int) -> Array:
 
 def cache_to_logical(cache: KVCache, layer: Any = 0) -> tuple[Array, Array]:
     """Key and value of one layer as `[B, N, H, D]` each, in the cache's dtype: the stored codes, not multiplied by the scales."""
+    cache = refuse_derivatives("cache_to_logical", cache)
     spec = check_cache(cache)
     return take_blocks(cache, check_layer(layer, spec), jnp.arange(spec.num_blocks))
 
@@ -329,6 +331,7 @@ def cache_from_logical(spec: CacheSpec, key: Array, value: Array, *, k_scale: An
             bad_value(name, array, f"an array of shape [L, B, N, H, D] = {list(shape)}")
         if array.dtype != spec.dtype:
             bad_type(name, array, f"of the cache's dtype {spec.dtype.name}")
+    key, value = refuse_derivatives("cache_from_logical", (key, value))
     merged = []
     for array, axes in zip((key, value), spec.side_axes, strict=True):
         block_axes = ("L", "B", *token_order(axes))

@@ -8,6 +8,7 @@ from . import dispatch
 from .cache import CacheSpec, KVCache, check_cache, check_layer
 from .calls import UpdateCacheCall
 from .checks import check_slots, check_tokens
+from .derivatives import refuse_derivatives
 from .errors import bad_value
 
 
@@ -51,4 +52,4 @@ def update_cache(
     slots = check_slots(slot_mapping, key.shape[0], spec)
     count = slots.shape[0]
     call = UpdateCacheCall(cache=cache, key=key[:count], value=value[:count], slot_mapping=slots, layer=check_layer(layer, spec))
-    return dispatch.run("update_cache", call, implementation)
+    return dispatch.run("update_cache", refuse_derivatives("update_cache", call), implementation)

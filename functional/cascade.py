@@ -16,7 +16,8 @@ from .attention import output_dtype_of, paged_attention
 from .cache import CacheSpec, KVCache, check_cache
 from .calls import MergeCall
 from .checks import check_bool, check_query, check_tokens, optional_scalar
-from .config import check_sliding_window, int_or_none
+from .config import check_sliding_window, int_or_none, is_array, is_floating
+from .derivatives import refuse_derivatives
 from .errors import UnsupportedError, bad_type, bad_value
 from .fp8 import quantize
 from .metadata import AttentionMetadata, check_metadata
@@ -28,17 +29,22 @@ def merge_attention_states(
     out_b: Float[Array, "T Hq D"],
     lse_b: Float[Array, "T Hq"],
     *,
+    output_scale: Any = None,
+    output_dtype: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
     """Two attention results of the same queries over disjoint keys as one result over both. Ports vLLM's `merge_attn_states`.
 
     Args:
       out_a, out_b: [T, Hq, D], float32, float16 or bfloat16, each normalised by its own softmax denominator.
-      lse_a, lse_b: f32[T, Hq], natural log of these denominators; -inf is a side without a visible key, whose output is not read.
+      lse_a, lse_b: f32[T, Hq], natural log of these denominators. -inf and +inf (FlashAttention 2's value) are a side that saw no key; its
+        output is not read.
+      output_scale: f32 scalar: out / output_scale, clamped and rounded to `output_dtype`, an fp8 dtype (default float8_e4m3fn).
+      output_dtype: default: the dtype of `out_a`.
       implementation: see `paged_attention`.
 
     Returns:
-      (out [T, Hq, D] in the dtype of `out_a`, lse f32[T, Hq]). Float32 inside, one rounding. Two empty sides give 0 and -inf. Sinks must
+      (out [T, Hq, D] in `output_dtype`, lse f32[T, Hq]). Float32 inside, one rounding. Two sides without keys give 0 and -inf. Sinks must
       have entered one side only.
 
     Raises:
@@ -50,13 +56,18 @@ def merge_attention_states(
         bad_value("out_b", out_b, f"of the shape of out_a {list(out_a.shape)}")
     sides = []
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        if tuple(np.shape(lse)) != out_a.shape[:2]:
-            bad_value(name, lse, f"of shape [T, Hq] = {list(out_a.shape[:2])}")
-        if not jnp.issubdtype(jnp.asarray(lse).dtype, jnp.floating):
+        if not is_array(lse) or tuple(lse.shape) != out_a.shape[:2]:
+            bad_value(name, lse, f"an array of shape [T, Hq] = {list(out_a.shape[:2])}")
+        if not is_floating(lse.dtype):
             bad_type(name, lse, "of a float dtype")
         sides.append(jnp.asarray(lse, jnp.float32))
+    divisor = optional_scalar("output_scale", output_scale)
+    dtype = output_dtype_of(out_a.dtype, output_dtype, divisor is not None)
+    if dtype != out_a.dtype:  # float32 until the one rounding at the end
+        out_a = out_a.astype(jnp.float32)
     call = MergeCall(out_a=out_a, lse_a=sides[0], out_b=out_b, lse_b=sides[1])
-    return dispatch.run("merge_attention_states", call, implementation)
+    out, lse = dispatch.run("merge_attention_states", refuse_derivatives("merge_attention_states", call), implementation)
+    return out.astype(dtype) if divisor is None else quantize(out, divisor, dtype), lse
 
 
 def cascade_attention(
@@ -102,6 +113,7 @@ def cascade_attention(
     spec = check_cache(cache)
     metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
+    query, cache = refuse_derivatives("cascade_attention", (query, cache))
     prefix = _prefix_blocks(common_prefix_len, spec, metadata)
     shared = {"layer": layer, "scale": scale, "logits_soft_cap": logits_soft_cap, "q_scale": q_scale, "implementation": implementation}
     outer = {"output_scale": output_scale, "output_dtype": output_dtype, "return_lse": return_lse}
@@ -116,8 +128,8 @@ def cascade_attention(
     if not prefix or not metadata.seq_lens.shape[0]:
         return paged_attention(query, cache, metadata, sinks=sinks, qq_bias=qq_bias, **positional, **shared, **outer)
     check_bool("return_lse", return_lse)
-    quantum = optional_scalar("output_scale", output_scale)
-    dtype = output_dtype_of(query.dtype, output_dtype, quantum is not None)
+    divisor = optional_scalar("output_scale", output_scale)
+    dtype = output_dtype_of(query.dtype, output_dtype, divisor is not None)
 
     live, shares = _sharing(metadata, prefix, spec.block_size)
     _check_sharing(live, shares, common_prefix_len)
@@ -134,7 +146,7 @@ def cascade_attention(
     out, lse = merge_attention_states(prefix_out, prefix_lse, suffix_out, suffix_lse, implementation=implementation)
     broken &= jnp.arange(query.shape[0], dtype=jnp.int32) < metadata.query_start_loc[-1]
     out, lse = jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
-    out = out.astype(dtype) if quantum is None else quantize(out, quantum, dtype)
+    out = out.astype(dtype) if divisor is None else quantize(out, divisor, dtype)
     return (out, lse) if return_lse else out
 
 

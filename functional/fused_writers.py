@@ -12,6 +12,7 @@ from .cache_writers import check_new_tokens
 from .calls import QkNormRopeUpdateCall, RopeUpdateCall
 from .checks import MODEL_DTYPES, check_bool, check_query, check_slots
 from .config import check_float, check_positive_int, int_or_none, is_array
+from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .rotary import check_cos_sin_cache, check_positions
 
@@ -68,7 +69,7 @@ def rope_and_update_cache(
         layer=check_layer(layer, spec),
         is_neox=check_bool("is_neox", is_neox),
     )
-    return dispatch.run("rope_and_update_cache", call, implementation)
+    return dispatch.run("rope_and_update_cache", refuse_derivatives("rope_and_update_cache", call), implementation)
 
 
 def qk_norm_rope_and_update_cache(
@@ -122,7 +123,7 @@ def qk_norm_rope_and_update_cache(
         mrope_section=None,
         is_interleaved=False,
     )
-    return dispatch.run("qk_norm_rope_and_update_cache", call, implementation)
+    return dispatch.run("qk_norm_rope_and_update_cache", refuse_derivatives("qk_norm_rope_and_update_cache", call), implementation)
 
 
 def qk_norm_mrope_and_update_cache(
@@ -175,7 +176,7 @@ def qk_norm_mrope_and_update_cache(
         mrope_section=_check_section(mrope_section),
         is_interleaved=is_interleaved,
     )
-    return dispatch.run("qk_norm_mrope_and_update_cache", call, implementation)
+    return dispatch.run("qk_norm_mrope_and_update_cache", refuse_derivatives("qk_norm_mrope_and_update_cache", call), implementation)
 
 
 def _qk_norm_call(

@@ -10,6 +10,7 @@ from . import dispatch
 from .calls import RotaryCall
 from .checks import MODEL_DTYPES, check_bool, check_tokens
 from .config import is_array
+from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .integers import narrow
 
@@ -81,4 +82,4 @@ def rotary_embedding(
         cos_sin_cache=table,
         is_neox=check_bool("is_neox", is_neox),
     )
-    return dispatch.run("rotary_embedding", call, implementation)
+    return dispatch.run("rotary_embedding", refuse_derivatives("rotary_embedding", call), implementation)

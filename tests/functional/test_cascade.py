@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import purepage as pp
+from purepage.functional.fp8 import quantize
 from purepage.testing import assert_close, random_batch, reference_merge
 
 F32, F16, BF16 = np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)
@@ -35,6 +36,41 @@ def test_merge_equals_the_oracle_and_reads_no_empty_side(dtypes):
     assert_close(out, expected, dtype=dtypes[0])
     assert_close(lse, expected_lse, dtype="lse")
     assert np.all(np.asarray(out[2:4], np.float32) == 0) and np.all(np.isneginf(lse[2:4]))
+
+
+@pytest.mark.parametrize("empty", [np.inf, -np.inf], ids=str)
+def test_an_infinite_lse_is_a_side_without_keys(empty):
+    """FlashAttention 2 writes +inf for a row without keys, whose output is NaN."""
+    value, nothing = jnp.full((1, 1, 4), 2.0), jnp.full((1, 1, 4), jnp.nan)
+    lse, none = jnp.full((1, 1), 0.5), jnp.full((1, 1), empty)
+    for sides in ((value, lse, nothing, none), (nothing, none, value, lse)):
+        out, merged = pp.merge_attention_states(*sides, implementation="xla")
+        np.testing.assert_array_equal(out, value)
+        np.testing.assert_array_equal(merged, lse)
+    out, merged = pp.merge_attention_states(nothing, none, nothing, -none, implementation="xla")
+    assert np.all(np.asarray(out) == 0) and np.all(np.isneginf(merged))
+
+
+@pytest.mark.parametrize("magnitude", np.logspace(-6, 37, 8))
+def test_merging_keeps_float32s_relative_error_over_every_decade(magnitude):
+    rng = np.random.default_rng(2)
+    outs = [(magnitude * rng.standard_normal((6, 2, 4))).astype(np.float32) for _ in "ab"]
+    base = min(magnitude, 1e30)
+    lses = [(base + rng.standard_normal((6, 2))).astype(np.float32) for _ in "ab"]
+    expected, expected_lse = reference_merge(outs[0], lses[0], outs[1], lses[1])
+    out, lse = pp.merge_attention_states(outs[0], lses[0], outs[1], lses[1], implementation="xla")
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=2e-6 * magnitude)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+
+
+def test_a_merge_may_round_to_fp8_or_to_another_dtype_once():
+    sides = states(3, BF16)
+    exact, _ = pp.merge_attention_states(*(np.asarray(side, np.float32) for side in sides), implementation="xla")
+    out, _ = pp.merge_attention_states(*sides, output_scale=0.02, implementation="xla")
+    assert out.dtype == E4M3
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(quantize(exact, 0.02, E4M3), np.float32))
+    half, _ = pp.merge_attention_states(*sides, output_dtype="float16", implementation="xla")
+    np.testing.assert_array_equal(half, np.asarray(exact).astype(np.float16))
 
 
 def test_two_empty_states_merge_to_an_empty_one():
