@@ -14,8 +14,10 @@ from .cascade import cascade_attention, merge_attention_states
 from .config import AttentionConfig, AttentionType
 from .errors import UnsupportedError
 from .fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
-from .metadata import AttentionMetadata, make_metadata, validate_metadata
+from .metadata import AttentionMetadata
+from .metadata_builders import cross_metadata, decode_metadata, make_metadata
 from .rotary import rotary_embedding
+from .validation import validate_metadata
 
 __all__ = [
     "AttentionConfig",
@@ -31,6 +33,8 @@ __all__ = [
     "cascade_attention",
     "convert_cache",
     "copy_blocks",
+    "cross_metadata",
+    "decode_metadata",
     "encoder_attention",
     "gather_blocks",
     "init_cache",

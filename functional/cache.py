@@ -1,7 +1,8 @@
 """The paged KV cache: one buffer for all layers, its scales, and a static description of where everything lies."""
 
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .integers import INT32_MAX, narrow
 from .layout import CONTENTS, ORDERS, Extents, SideStrides, physical_axes, side_axes, side_strides
+from .pytrees import equal_by_value, register_for_export
 
 FP8_DTYPES = tuple(jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
 CACHE_DTYPES = (*(jnp.dtype(name) for name in ("float32", "float16", "bfloat16")), *FP8_DTYPES)
@@ -61,7 +63,7 @@ class CacheSpec:
             hint = "; bytes of unknown meaning are refused: name the fp8 kind" if dtype.itemsize == 1 else ""
             bad_value("dtype", dtype.name, f"one of {', '.join(d.name for d in CACHE_DTYPES)}{hint}")
         object.__setattr__(self, "dtype", dtype)
-        if self.content not in CONTENTS:
+        if not isinstance(self.content, str) or self.content not in CONTENTS:
             bad_value("content", self.content, f"one of {', '.join(map(repr, CONTENTS))}")
         if self.order not in ORDERS:
             bad_value("order", self.order, f"one of {', '.join(map(repr, ORDERS))}")
@@ -78,6 +80,31 @@ class CacheSpec:
             bad_value(
                 "block_size", self.block_size, f"a multiple of {self.vector} (16 bytes of {dtype.name}) with content {self.content!r}"
             )
+
+    def to_json(self) -> str:
+        """The spec as a JSON object of its fields, dtype by name; `from_json` reads it."""
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | {"dtype": self.dtype.name})
+
+    @classmethod
+    def from_json(cls, text: str) -> "CacheSpec":
+        """The spec that `to_json` wrote, checked as any other; fields that have a default may be missing.
+
+        Args:
+          text: a JSON object.
+
+        Raises:
+          ValueError, TypeError: no JSON object, an unknown or missing field, or a value that breaks a rule.
+        """
+        if not isinstance(text, (str, bytes)):
+            bad_type("text", text, "JSON text")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            bad_value("text", text, "a JSON object")
+        known = {f.name: f.default is MISSING for f in fields(cls)}
+        if not isinstance(found, dict) or set(found) - set(known) or any(needed and name not in found for name, needed in known.items()):
+            bad_value("text", text, f"a JSON object with the fields of CacheSpec: {', '.join(known)}")
+        return cls(**found)
 
     @property
     def vector(self) -> int:
@@ -133,9 +160,9 @@ class CacheSpec:
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "k_scale", "v_scale"], meta_fields=["spec"])
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class KVCache:
-    """A paged KV cache; a pytree whose spec is static.
+    """A paged KV cache; a pytree whose spec is static. Two are equal where spec, buffer and scales are, bit for bit; they have no hash.
 
     Attributes:
       data: the buffer, shape `spec.shape`, dtype `spec.storage_dtype` (the bits of `spec.dtype`; `spec.dtype` itself is accepted).
@@ -157,6 +184,11 @@ class KVCache:
     def nbytes(self) -> int:
         return self.spec.nbytes
 
+    def __eq__(self, other: object) -> bool:
+        return equal_by_value(self, other) if isinstance(other, KVCache) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # equal by value, and arrays have no hash
+
     def __repr__(self) -> str:
         s = self.spec
         shape = "x".join(map(str, getattr(self.data, "shape", s.shape)))
@@ -166,6 +198,9 @@ class KVCache:
             f"{s.num_blocks} blocks of {s.block_size} tokens, {s.num_kv_heads} KV heads of {s.head_size}, "
             f"{format_bytes(s.nbytes)}{quantized})"
         )
+
+
+register_for_export(KVCache, ("spec",), CacheSpec.to_json, CacheSpec.from_json)
 
 
 def format_bytes(count: int) -> str:

@@ -14,7 +14,8 @@ from jaxtyping import Array, Int
 
 from ..config import int_or_none
 from ..errors import bad_type, bad_value
-from ..metadata import AttentionMetadata, check_metadata
+from ..metadata import STATIC_FIELDS, AttentionMetadata, check_metadata
+from ..pytrees import register_for_export
 
 
 @partial(
@@ -28,9 +29,9 @@ from ..metadata import AttentionMetadata, check_metadata
         "prefix_kv_lens",
         "suffix_kv_lens",
     ],
-    meta_fields=["max_query_len", "max_seq_len", "causal", "block_size", "common_prefix_len"],
+    meta_fields=[*STATIC_FIELDS, "common_prefix_len"],
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RocmAttentionMetadata(AttentionMetadata):
     """`AttentionMetadata` with the cascade's split, which both backends compute and neither uses.
 
@@ -54,6 +55,9 @@ class RocmAttentionMetadata(AttentionMetadata):
     def num_actual_tokens(self) -> Int[Array, ""]:
         """Query tokens without padding."""
         return self.query_start_loc[-1]
+
+
+register_for_export(RocmAttentionMetadata, (*STATIC_FIELDS, "common_prefix_len"))
 
 
 _COMMON = tuple(f.name for f in fields(AttentionMetadata))

@@ -1,6 +1,7 @@
 """The cache type: layouts against the address formulas, conversions, moves of blocks, and what it refuses."""
 
 import gc
+import json
 from dataclasses import replace
 
 import jax
@@ -225,8 +226,8 @@ BAD_SPECS = {
     "head_size": [0],
     "num_layers": [0],
     "dtype": ["int8", "uint8", "float64", "nonsense"],
-    "content": ["nhd", None],
-    "order": ["BLHNC", "NHD"],
+    "content": ["nhd", None, [], {}, ["packed"], 1],
+    "order": ["BLHNC", "NHD", [], {}, None, ["LBHNC"]],
 }
 
 
@@ -248,6 +249,108 @@ def test_a_spec_is_a_value():
     assert spec_of() == spec_of() and hash(spec_of()) == hash(spec_of()) and spec_of() != spec_of("flash")
     assert spec_of(dtype="float8_e4m3fn").nbytes == 2 * 5 * 2 * 3 * 32 * 32
     assert spec_of(num_blocks=np.int64(5)) == spec_of()
+
+
+def test_the_closed_sets_are_listed():
+    for field, names in (("content", CONTENTS), ("order", ORDERS)):
+        for value in ("nhd", [], None):
+            with pytest.raises(ValueError, match=field) as raised:
+                spec_of(**{field: value})
+            assert all(repr(name) in str(raised.value) for name in names)
+
+
+@layouts
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2fnuz"])
+def test_a_spec_survives_json(content, order, dtype):
+    spec = spec_of(content, order, dtype)
+    assert pp.CacheSpec.from_json(spec.to_json()) == spec
+    found = json.loads(spec.to_json())
+    assert found["dtype"] == dtype and found["num_blocks"] == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "text"),
+        ("[]", "text"),
+        ("3", "text"),
+        (None, "text"),
+        ('{"num_blocks": 2}', "num_kv_heads"),
+        ('{"num_blocks": 2, "block_size": 16, "num_kv_heads": 1, "head_size": 8, "pages": 3}', "CacheSpec"),
+        ('{"num_blocks": 2.5, "block_size": 16, "num_kv_heads": 1, "head_size": 8}', "num_blocks"),
+        ('{"num_blocks": 2, "block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": "int8"}', "dtype"),
+    ],
+)
+def test_json_of_no_spec_is_refused(text, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        pp.CacheSpec.from_json(text)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_block_may_be_of_any_size_that_its_vectors_divide(content):
+    """1 is vLLM's page-size probe."""
+    by_vectors = content in ("xpacked_interleaved_v", "shuffled")
+    for size in (1, 3, 4, 5, 20, 256):
+        if by_vectors and size % 4:
+            with pytest.raises(ValueError, match=f"block_size is {size}"):
+                spec_of(content, block_size=size)
+            continue
+        spec = spec_of(content, block_size=size)
+        key, value = random_sides(spec)
+        found, _ = pp.cache_to_logical(from_sides(spec, key, value), 1)
+        np.testing.assert_array_equal(bits(found), bits(key[1]))
+        assert spec.nbytes == 2 * 2 * 5 * size * 3 * 32 * 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_a_cache_on_the_host_serves_every_move(dtype):
+    """After `jax.device_get` (a swap to host memory) the leaves are NumPy arrays."""
+    spec = spec_of("xpacked", "LHBNC", dtype)
+    cache = from_sides(spec, *random_sides(spec))
+    host = jax.device_get(cache)
+    assert isinstance(host.data, np.ndarray) and host == cache
+    blocks = pp.gather_blocks(cache, [1, 3])
+    moves = {
+        "copy": lambda c: pp.copy_blocks(c, [0, 1], [2, 4]),
+        "scatter": lambda c: pp.scatter_blocks(c, [0, 4], blocks),
+        "scatter from the host": lambda c: pp.scatter_blocks(c, [0, 4], jax.device_get(blocks)),
+        "convert": lambda c: pp.convert_cache(c, replace(spec, content="flash")),
+        "gather": lambda c: pp.gather_blocks(c, [4, 0]),
+    }
+    for name, move in moves.items():
+        moved = move(host)
+        assert moved == move(cache), name
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(moved)), name
+    for side, expected in zip(pp.cache_to_logical(host, 1), pp.cache_to_logical(cache, 1), strict=True):
+        np.testing.assert_array_equal(bits(side), bits(expected))
+    token = np.ones((1, 3, 32), np.float32)
+    assert pp.update_cache(host, token, token, np.array([5])) == pp.update_cache(cache, token, token, np.array([5]))
+
+
+def test_blocks_of_a_buffer_in_the_caches_own_dtype_move_as_bits():
+    spec = spec_of(dtype="bfloat16")
+    cache = from_sides(spec, *random_sides(spec))
+    direct = replace(cache, data=jax.lax.bitcast_convert_type(cache.data, jnp.bfloat16))
+    blocks = pp.gather_blocks(direct, [1, 3])
+    assert blocks == pp.gather_blocks(cache, [1, 3])
+    copied = pp.copy_blocks(direct, [1], [2])
+    assert copied.data.dtype == jnp.bfloat16 and np.array_equal(bits(copied.data), pp.copy_blocks(cache, [1], [2]).data)
+    blocks = replace(blocks, data=jax.lax.bitcast_convert_type(blocks.data, jnp.bfloat16))
+    assert pp.scatter_blocks(cache, [0, 4], blocks) == pp.scatter_blocks(cache, [0, 4], pp.gather_blocks(cache, [1, 3]))
+
+
+def test_a_cache_is_equal_by_its_bits():
+    spec = spec_of(dtype="float8_e4m3fn")
+    cache = from_sides(spec, *random_sides(spec))  # NaN codes included
+    assert cache == from_sides(spec, *random_sides(spec)) and cache != from_sides(spec, *random_sides(spec, seed=1))
+    assert cache != replace(cache, k_scale=2 * cache.k_scale) and cache != pp.init_cache(spec_of()) and cache != 3
+    nan = from_sides(spec_of(), *random_sides(spec_of()))
+    assert nan == jax.tree.map(jnp.array, nan)
+    blocks = pp.gather_blocks(cache, [1, 2])
+    assert blocks == pp.gather_blocks(cache, [1, 2]) != pp.gather_blocks(cache, [2, 1])
+    for value in (cache, blocks):
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(value)
 
 
 def test_layout_is_part_of_the_type():

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from purepage import make_metadata, validate_metadata
 from purepage.functional.cache import cache_to_logical
-from purepage.functional.metadata import make_metadata, validate_metadata
 from purepage.functional.testing import KINDS, TOLERANCES, assert_close, random_batch, reference_update_cache, round_to, tolerance
 
 bf16, e4m3fn, e4m3fnuz, e5m2, e5m2fnuz = (
