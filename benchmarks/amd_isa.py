@@ -248,7 +248,7 @@ def rows_of(variants: Mapping[str, Callable[[str], Program]], archs: tuple[str, 
     return (Row(name, job, need) for (name, job), need in zip(named, needs, strict=True))
 
 
-MATRIX_KERNELS = ("paged_attention_tiled", "paged_attention_split", "encoder_attention_kernel")
+MATRIX_KERNELS = ("paged_attention_prefill", "paged_attention_decode", "encoder_attention")
 
 
 def faults(row: Row) -> list[str]:
@@ -263,22 +263,23 @@ def faults(row: Row) -> list[str]:
         found.append(f"{needs.lds_bytes} bytes of LDS, the arch has {limits.shared_bytes}")
     if needs.kernel not in MATRIX_KERNELS:
         return found
-    constants, launch = dict(row.job.launch.constants), row.job.launch
-    stored, compute, query = (constants.get(name, constants.get("KIND")) for name in ("STORED", "COMPUTE", "QUERY_KIND"))
+    launch = row.job.launch
+    spec = dict(launch.constants)["S"]
+    stored, compute, query = spec.kv.dtype, spec.compute_dtype, spec.query_dtype
     sizes = SimpleNamespace(
         cache=SimpleNamespace(dtype=jnp.dtype(stored)),
         compute_dtype=compute,
-        head_pad=constants["HEAD_PAD"],
-        qq_bias=constants.get("BIAS_COLUMNS") or None,
+        head_pad=spec.head_pad,
+        qq_bias=spec.bias_columns or None,
     )
-    rows, tile, head, channels = (constants[name] for name in ("ROWS", "TILE", "HEAD_PAD", "RELOAD_QUERY"))
+    rows, tile, head, channels = spec.block_m, spec.block_n, spec.head_pad, spec.reload_query
     guard = shared_bytes(sizes, limits, rows=rows, tile=tile, num_stages=launch.num_stages, reload_query=channels)
     if needs.lds_bytes > guard:
         found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
     if not needs.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
         found.append("no matrix instruction")
-    edge = constants.get("EDGE", tile)
-    held = min(rows, constants["HEADS"] * constants.get("TOKENS", constants.get("SPLIT_TOKENS", rows)))
+    edge = spec.masked_block_n
+    held = min(rows, spec.block_heads * spec.block_tokens)
     # A tile of keys and one of values in each of two loops (with and without masks), and the query once: 16 bytes a thread at a time, where
     # there are as many for each thread.
     threads = launch.num_warps * limits.wave_size
@@ -301,8 +302,8 @@ COLUMNS = ("VGPRs", "AGPRs", "SGPRs", "spills V/S", "scratch", "LDS", "waves/SIM
 
 
 def _tile(job: Job) -> str:
-    constants = dict(job.launch.constants)
-    return "x".join(str(constants[name]) for name in ("ROWS", "TOKENS", "TILE") if name in constants) + f" w{job.launch.num_warps}"
+    facts, sizes = job.launch.facts, ("block_m", "block_tokens", "block_n", "ROWS", "TOKENS", "TILE")
+    return "x".join(str(facts[name]) for name in sizes if name in facts) + f" w{job.launch.num_warps}"
 
 
 def table(rows: list[Row]) -> str:
@@ -350,9 +351,7 @@ def main() -> None:
     else:
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / "amd_isa.md").write_text(text)
-        records = [
-            {"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "constants": dict(r.job.launch.constants)} for r in rows
-        ]
+        records = [{"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "facts": r.job.launch.facts} for r in rows]
         summary.RAW.mkdir(parents=True, exist_ok=True)
         (summary.RAW / "amd_isa.json").write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     bad = [(row, fault) for row in rows for fault in faults(row)]

@@ -119,14 +119,14 @@ def ours(case: Case, arch: str) -> Iterator[Kernel]:
         scale=case.head_size**-0.5,
     )
     for job in jobs_of(plan_paged_attention(shape, arch), arch):
-        compiled, launch, constants = compile_job(job), job.launch, dict(job.launch.constants)
+        compiled, launch, facts = compile_job(job), job.launch, job.launch.facts
         name = launch.kernel.partition(":")[2]
-        if not case.is_decode and name != "paged_attention_tiled":
+        if not case.is_decode and name != "paged_attention_prefill":
             continue  # it finds no sequence short enough
         needs = read_usage(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
-        whole_tile = 2 * constants["TILE"] * spec.head_size * spec.dtype.itemsize
+        whole_tile = 2 * facts["block_n"] * spec.head_size * spec.dtype.itemsize
         body = tuple(main_loop(compiled.asm["amdgcn"], whole_tile // (launch.num_warps * arch_facts(arch).wave_size)))
-        yield Kernel("purepage", case, needs, constants["ROWS"], constants["TILE"], launch.num_stages, math.prod(launch.grid), body)
+        yield Kernel("purepage", case, needs, facts["block_m"], facts["block_n"], launch.num_stages, math.prod(launch.grid), body)
 
 
 def aiter(case: Case, arch: str) -> Iterator[Kernel]:

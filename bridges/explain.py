@@ -17,8 +17,12 @@ from ..kernels.launch import Buffer, Launch, Program
 from .arch import Arch, assuming_arch, default_arch, named_arch
 from .execute import chosen_bridge
 
-TILE_CONSTANTS = ("ROWS", "TOKENS", "HEADS", "TILE", "SPLIT_TOKENS", "PROGRAMS", "PARTS", "COMPUTE", "HARDWARE_FP8")
-"""Constants of a launch that say how the work is cut; the others restate the call."""
+SHOWN_FACTS = (
+    *("block_m", "block_tokens", "block_heads", "block_n", "masked_block_n", "split_tokens", "num_splits", "parts_per_step", "page_size"),
+    *("compute_dtype", "hardware_fp8"),
+    *("ROWS", "TOKENS", "HEADS", "TILE", "COMPUTE", "HARDWARE_FP8"),
+)
+"""Facts of a launch that say how the work is divided; the others restate the call."""
 
 WHAT_RUNS = {"aiter": "AITER's own operators", "pallas": "Pallas kernels", "xla": "plain JAX, compiled by XLA"}
 
@@ -80,8 +84,8 @@ def _program_lines(program: Program) -> list[str]:
 
 
 def _launch_text(launch: Launch) -> str:
-    constants = dict(launch.constants)
-    tiles = ", ".join(f"{name} {constants[name]}" for name in TILE_CONSTANTS if name in constants)
+    facts = launch.facts
+    tiles = ", ".join(f"{name} {facts[name]}" for name in SHOWN_FACTS if facts.get(name))
     grid = "x".join(map(str, launch.grid))
     return f"{launch.kernel.partition(':')[2]}: grid {grid}, {launch.num_warps} warps, {launch.num_stages} stages; {tiles}"
 

@@ -5,7 +5,8 @@ inside `jax.jit`, the tests run it through Triton's interpreter, and the AMD che
 for one target is what runs on another. Nothing here imports Triton.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 Scalar = int | float | bool | None
@@ -49,7 +50,7 @@ class Launch:
       args: one entry for each non-constexpr parameter, in order: a buffer's name, a number, None, or a `Descriptor` of a buffer that is
         passed by name as well. A kernel takes None in a descriptor's place: it then reads through pointers, to the same bits.
       writes: names of the buffers among `args` that the kernel writes.
-      constants: (name, value) for each constexpr parameter.
+      constants: (name, value) for each constexpr parameter; a value may be a frozen dataclass, which holds the facts of a kernel by name.
       num_warps, num_stages: as Triton takes them.
       options: further (name, value) compile options, e.g. ("waves_per_eu", 2) on AMD; a target that lacks an option drops it.
     """
@@ -62,6 +63,13 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 2
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Constants by name, with the fields of a dataclass in its place: ("S", AttentionSpec(block_m=64, kv=KVLayout(dtype="float16"))) is
+        block_m and kv.dtype.
+        """
+        return dict(_named_facts(self.constants))
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,15 @@ class Program:
     updates: tuple[str, ...]
     scratch: tuple[tuple[str, Buffer], ...]
     launches: tuple[Launch, ...]
+
+
+def _named_facts(constants: Iterable[tuple[str, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in constants:
+        if is_dataclass(value):
+            inner = "" if name == "S" else f"{prefix}{name}."
+            yield from _named_facts(((field.name, getattr(value, field.name)) for field in fields(value)), inner)
+        else:
+            yield f"{prefix}{name}", value
 
 
 def without_descriptors(launch: Launch) -> Launch:

@@ -1,7 +1,7 @@
-"""Plans of paged attention: shapes in, launches out. ResourceUsage no Triton and no GPU."""
+"""Plans of paged attention: from shapes to launches. Planning needs neither Triton nor a GPU."""
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...functional.cache import CacheSpec
@@ -10,11 +10,12 @@ from ..archs import Arch, arch_facts
 from ..archs.choice import config_for, narrowed, over_limits, smaller
 from ..archs.configs import ANY, FP8, KV_DESCRIPTOR, DecodeConfig, PrefillConfig
 from ..launch import Buffer, Descriptor, Launch, Program
-from .page_copy import on_the_copy, stage_launch, staged_constants, staged_shape
+from ..triton.spec import AttentionSpec, KVLayout
+from .page_copy import copied_shape, page_copy_launch, reading_copy, spec_on_copy
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-TILED_KERNEL = "purepage.kernels.triton.prefill:paged_attention_tiled"
-SPLIT_KERNEL = "purepage.kernels.triton.decode:paged_attention_split"
+PREFILL_KERNEL = "purepage.kernels.triton.prefill:paged_attention_prefill"
+DECODE_KERNEL = "purepage.kernels.triton.decode:paged_attention_decode"
 REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
 
 
@@ -194,19 +195,19 @@ def plan_paged_attention(
     tiled_row = _fit(shape, facts, _row(facts.prefill, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
 
     names = {**inputs, **outputs}
-    common = _common_constants(shape, facts)
     launches, scratch = [], {}
     if shape.num_tokens:
-        staged = staged_shape(shape, tiled_row.page_copy_from) if uses_tiled and _pages(shape, tiled_row) is None else None
-        if staged is not None:
-            row = _fit(staged, facts, _row(facts.prefill, staged, facts), tiled, lambda row: _tiled_rows(staged, row)[2])
-            stage, scratch = stage_launch(shape, staged, split_tokens, common)
-            constants = staged_constants(_common_constants(staged, facts), common)
-            launches += [stage, on_the_copy(_tiled_launch(staged, row, split_tokens, names, constants))]
+        copied = copied_shape(shape, tiled_row.page_copy_from) if uses_tiled and _pages(shape, tiled_row) is None else None
+        if copied is not None:
+            row = _fit(copied, facts, _row(facts.prefill, copied, facts), tiled, lambda row: _tiled_rows(copied, row)[2])
+            original = _prefill_spec(shape, facts, row, split_tokens)
+            copy, scratch = page_copy_launch(shape, copied, original)
+            on_copy = spec_on_copy(_prefill_spec(copied, facts, row, split_tokens), original)
+            launches += [copy, reading_copy(_prefill_launch(copied, row, names, on_copy))]
         elif uses_tiled:
-            launches.append(_tiled_launch(shape, tiled_row, split_tokens, names, common))
+            launches.append(_prefill_launch(shape, tiled_row, names, _prefill_spec(shape, facts, tiled_row, split_tokens)))
         if split_tokens:
-            parts, more = _split_launches(shape, split_row, cus, names, common, zero_padding=not uses_tiled)
+            parts, more = _decode_launches(shape, facts, split_row, cus, names, zero_padding=not uses_tiled)
             launches += parts
             scratch |= more
     return Program(
@@ -309,67 +310,69 @@ def _inputs(shape: PagedAttentionShape) -> dict[str, Buffer]:
     return inputs
 
 
-def _common_constants(shape: PagedAttentionShape, arch: Arch) -> dict[str, Any]:
-    spec = shape.cache
-    key, value = spec.side_strides
-    rows, columns = shape.qq_bias or (0, 0)
-    return {
-        "SEQS_PAD": max(16, next_power_of_two(shape.num_seqs)),
-        "NUM_HEADS": shape.num_heads,
-        "GROUP": shape.group,
-        "SCALE": float(shape.scale),
-        "CAUSAL": shape.causal and not shape.context_only,  # a key of the context is before every query
-        "CONTEXT_ONLY": shape.context_only,
-        "WINDOW": shape.sliding_window or 0,
-        "SOFT_CAP": float(shape.logits_soft_cap or 0.0),
-        "BIAS_ROWS": rows,
-        "BIAS_COLUMNS": columns,
-        "HEAD_SIZE": spec.head_size,
-        "HEAD_PAD": shape.head_pad,
-        "NUM_BLOCKS": spec.num_blocks,
-        "BLOCK_SIZE": spec.block_size,
-        "QUERY_KIND": shape.query_dtype,
-        "STORED": spec.dtype.name,
-        "COMPUTE": "float32" if arch.vendor == "cpu" else shape.compute_dtype,  # the interpreter's dot takes bfloat16 for integers
-        "OUT_KIND": shape.output_dtype,
-        "HARDWARE_FP8": _hardware_fp8(shape, arch),
-        "ROW_FACTOR": shape.row_factor,
-        "QUANTIZED": spec.is_quantized,
-        "SCALE_HEADS": spec.num_kv_heads if shape.scales_per_head else 1,
-        "SIGNED": True,
-        "AMD": arch.vendor == "amd",
-        "WIDE": spec.num_blocks * max(key.block, value.block) >= 2**31,
-        "K_SIDE": astuple(key),
-        "V_SIDE": astuple(value),
-    }
-
-
-def _constants(common: dict[str, Any], names: str, **own: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple({**{name: common[name] for name in names.split()}, **own}.items())
-
-
-_KERNEL_CONSTANTS = (
-    "SEQS_PAD NUM_HEADS GROUP SCALE CAUSAL CONTEXT_ONLY WINDOW SOFT_CAP BIAS_ROWS BIAS_COLUMNS HEAD_SIZE HEAD_PAD NUM_BLOCKS BLOCK_SIZE "
-    "QUERY_KIND STORED COMPUTE OUT_KIND HARDWARE_FP8 ROW_FACTOR QUANTIZED SCALE_HEADS WIDE AMD K_SIDE V_SIDE"
-)
-_REDUCE_CONSTANTS = "SEQS_PAD NUM_HEADS GROUP CAUSAL CONTEXT_ONLY WINDOW HEAD_SIZE HEAD_PAD OUT_KIND QUANTIZED SCALE_HEADS"
+def _spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig | DecodeConfig, **cut: Any) -> AttentionSpec:
+    """Facts of a launch: those of the call, those of the configuration, and how the work is cut."""
+    cache = shape.cache
+    key, value = cache.side_strides
+    bias_rows, bias_columns = shape.qq_bias or (0, 0)
+    return AttentionSpec(
+        num_heads=shape.num_heads,
+        queries_per_kv_head=shape.group,
+        head_size=cache.head_size,
+        head_pad=shape.head_pad,
+        scale=float(shape.scale),
+        causal=shape.causal and not shape.context_only,  # a key of the context is before every query
+        context_only=shape.context_only,
+        window=shape.sliding_window or 0,
+        soft_cap=float(shape.logits_soft_cap or 0.0),
+        has_alibi=shape.has_alibi,
+        bias_rows=bias_rows,
+        bias_columns=bias_columns,
+        query_dtype=shape.query_dtype,
+        out_dtype=shape.output_dtype,
+        compute_dtype="float32" if arch.vendor == "cpu" else shape.compute_dtype,  # the interpreter's dot takes bfloat16 for integers
+        hardware_fp8=_hardware_fp8(shape, arch),
+        row_factor=shape.row_factor,
+        is_quantized=cache.is_quantized,
+        scale_heads=cache.num_kv_heads if shape.scales_per_head else 1,
+        kv=KVLayout(
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            dtype=cache.dtype.name,
+            key=key,
+            value=value,
+            wide_offsets=cache.num_blocks * max(key.block, value.block) >= 2**31,
+        ),
+        seqs_pad=max(16, next_power_of_two(shape.num_seqs)),
+        block_n=row.block_n,
+        masked_block_n=edge_of(row),
+        reload_query=channels_at_a_time(shape.head_pad, row),
+        partial_sums=sums_of(row),
+        late_clamp=row.late_clamp,
+        amd=arch.vendor == "amd",
+        **cut,
+    )
 
 
 def _args(names: dict[str, Buffer], wanted: str, *others: int | Descriptor | None) -> tuple[Any, ...]:
     return (*(name if name in names else None for name in wanted.split()), *others)
 
 
-def _tiled_launch(
-    shape: PagedAttentionShape, row: PrefillConfig, split_tokens: int, names: dict[str, Buffer], common: dict[str, Any]
-) -> Launch:
+def _prefill_spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig, split_tokens: int) -> AttentionSpec:
     heads, tokens, rows = _tiled_rows(shape, row)
-    # The sequence s owns row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
-    blocks = shape.num_tokens // tokens + shape.num_seqs
-    blocks = max(blocks, ceil_div(shape.num_tokens, tokens))
-    head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
+    spec = _spec(shape, arch, row, split_tokens=split_tokens, block_heads=heads, block_tokens=tokens, block_m=rows)
+    optimistic = row.optimistic and not spec.rows_see_same_keys
+    # float16 weights end at 2**16, so they can't exceed the maximum of the masked tiles by much.
+    return replace(spec, optimistic=optimistic, frozen_max=optimistic and row.frozen_max and shape.compute_dtype != "float16")
+
+
+def _prefill_launch(shape: PagedAttentionShape, row: PrefillConfig, names: dict[str, Buffer], spec: AttentionSpec) -> Launch:
+    # Sequence s has row blocks from query_start_loc[s] // block_tokens + s on: at most this many in all, whatever the lengths.
+    blocks = shape.num_tokens // spec.block_tokens + shape.num_seqs
+    blocks = max(blocks, ceil_div(shape.num_tokens, spec.block_tokens))
     return Launch(
-        kernel=TILED_KERNEL,
-        grid=(blocks * head_blocks, 1, 1),
+        kernel=PREFILL_KERNEL,
+        grid=(blocks * spec.head_blocks, 1, 1),
         args=_args(
             names,
             "out lse query cache k_scale v_scale query_start_loc seq_lens block_table layer "
@@ -380,36 +383,21 @@ def _tiled_launch(
             _pages(shape, row),
         ),
         writes=tuple(name for name in ("out", "lse") if name in names),
-        constants=_constants(
-            common,
-            _KERNEL_CONSTANTS,
-            RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
-            OPTIMISTIC=row.optimistic,
-            FROZEN_MAX=row.optimistic and row.frozen_max and shape.compute_dtype != "float16",  # whose weights end at 2**16
-            SIGNED=common["SIGNED"],
-            SUMS=sums_of(row),
-            LATE_CLAMP=row.late_clamp,
-            EDGE=edge_of(row),
-            HEADS=heads,
-            TOKENS=tokens,
-            ROWS=rows,
-            SPLIT_TOKENS=split_tokens,
-            TILE=row.block_n,
-        ),
+        constants=(("S", spec),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         options=row.options,
     )
 
 
-def _split_launches(
-    shape: PagedAttentionShape, row: DecodeConfig, cus: int, names: dict[str, Buffer], common: dict[str, Any], *, zero_padding: bool
+def _decode_launches(
+    shape: PagedAttentionShape, arch: Arch, row: DecodeConfig, cus: int, names: dict[str, Buffer], *, zero_padding: bool
 ) -> tuple[list[Launch], dict[str, Buffer]]:
     heads, tokens, rows = _split_rows(shape, row)
     head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
     keys = shape.longest if shape.sliding_window is None else min(shape.longest, shape.sliding_window + tokens + row.block_n)
-    programs = max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
-    part_rows = 2 * programs * head_blocks * heads * tokens
+    splits = max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
+    part_rows = 2 * splits * head_blocks * heads * tokens
     scratch = {
         "part_acc": Buffer((part_rows, shape.cache.head_size), "float32"),
         "part_sum": Buffer((part_rows,), "float32"),
@@ -417,23 +405,20 @@ def _split_launches(
     }
     names = {**names, **scratch}
     written = tuple(name for name in ("out", "lse") if name in names)
-    share = _constants(
-        common,
-        _KERNEL_CONSTANTS,
-        RELOAD_QUERY=channels_at_a_time(shape.head_pad, row),
-        SUMS=sums_of(row),
-        LATE_CLAMP=row.late_clamp,
-        EDGE=edge_of(row),
-        VALUES_FIRST=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
-        PROGRAMS=programs,
-        HEADS=heads,
-        ROWS=rows,
-        SPLIT_TOKENS=tokens,
-        TILE=row.block_n,
+    spec = _spec(
+        shape,
+        arch,
+        row,
+        split_tokens=tokens,
+        block_heads=heads,
+        block_tokens=tokens,
+        block_m=rows,
+        num_splits=splits,
+        values_first=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
     )
-    split = Launch(
-        kernel=SPLIT_KERNEL,
-        grid=(programs * head_blocks, 1, 1),
+    decode = Launch(
+        kernel=DECODE_KERNEL,
+        grid=(splits * head_blocks, 1, 1),
         args=_args(
             names,
             "out lse part_acc part_sum part_max query cache k_scale v_scale query_start_loc seq_lens block_table layer "
@@ -442,16 +427,16 @@ def _split_launches(
             shape.table_width,
         ),
         writes=(*written, *scratch),
-        constants=share,
+        constants=(("S", spec),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         options=row.options,
     )
-    # Many sequences: a program merges all rows of one; few: one program a row, so that the merge of one long sequence is spread out.
+    # With many sequences a program merges all rows of one. With few it merges one row, so that the merge of a long sequence is spread out.
     row_count = heads * tokens
     merged = next_power_of_two(row_count) if shape.num_seqs * head_blocks >= cus else 1
     merged = min(merged, max(1, 2048 // shape.head_pad))
-    parts = max(1, min(next_power_of_two(programs), 4096 // (merged * shape.head_pad), 32))
+    parts = max(1, min(next_power_of_two(splits), 4096 // (merged * shape.head_pad), 32))
     reduce = Launch(
         kernel=REDUCE_KERNEL,
         grid=(max(shape.num_seqs, shape.num_tokens if zero_padding else 0) * head_blocks * ceil_div(row_count, merged), 1, 1),
@@ -462,18 +447,8 @@ def _split_launches(
             shape.num_seqs,
         ),
         writes=written,
-        constants=_constants(
-            common,
-            _REDUCE_CONSTANTS,
-            ZERO_PADDING=zero_padding,
-            PROGRAMS=programs,
-            PARTS=parts,
-            HEADS=heads,
-            ROWS=merged,
-            SPLIT_TOKENS=tokens,
-            TILE=row.block_n,
-        ),
+        constants=(("S", replace(spec, block_m=merged, parts_per_step=parts, zero_padding=zero_padding)),),
         num_warps=row.reduce_num_warps,
         num_stages=1,
     )
-    return [split, reduce], scratch
+    return [decode, reduce], scratch

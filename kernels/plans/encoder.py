@@ -1,16 +1,18 @@
-"""Plan of encoder attention. ResourceUsage no Triton and no GPU."""
+"""Plan of encoder attention. Planning needs neither Triton nor a GPU."""
 
 from dataclasses import dataclass
 
 from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
+from ...functional.layout import SideStrides
 from ..archs import Arch, arch_facts
 from ..archs.choice import config_for, narrowed, over_limits, smaller
 from ..archs.configs import PrefillConfig
 from ..launch import Buffer, Launch, Program
+from ..triton.spec import AttentionSpec, KVLayout
 from .attention import PagedAttentionShape, ceil_div, channels_at_a_time, edge_of, next_power_of_two, shared_bytes, sums_of
 
-ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention_kernel"
+ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,44 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
         inputs["sinks"] = Buffer((shape.num_heads,), "float32")
     if shape.has_score_scale:
         inputs["score_scale"] = Buffer((1,), "float32")
-    # The sequence s owns row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
+    key_row = shape.num_kv_heads * shape.head_size
+    # Every tile is a block of its own, so that the tokens of long sequences have 64-bit addresses.
+    strides = SideStrides(
+        offset=0,
+        layer=0,
+        block=row.block_n * key_row,
+        head=shape.head_size,
+        token_outer=key_row,
+        token=0,
+        n_vector=1,
+        dim_outer=1,
+        dim=0,
+        d_vector=1,
+    )
+    spec = AttentionSpec(
+        num_heads=shape.num_heads,
+        queries_per_kv_head=shape.group,
+        head_size=shape.head_size,
+        head_pad=shape.head_pad,
+        scale=float(shape.scale),
+        causal=shape.causal,
+        window=shape.sliding_window or 0,
+        soft_cap=float(shape.logits_soft_cap or 0.0),
+        query_dtype=shape.dtype,
+        out_dtype=shape.dtype,
+        compute_dtype="float32" if arch == "cpu" else shape.dtype,  # the interpreter's dot takes bfloat16 for integers
+        kv=KVLayout(num_blocks=0, block_size=row.block_n, dtype=shape.dtype, key=strides, value=strides),
+        seqs_pad=max(16, next_power_of_two(shape.num_seqs)),
+        block_heads=heads,
+        block_tokens=tokens,
+        block_m=rows,
+        block_n=row.block_n,
+        masked_block_n=edge_of(row),
+        reload_query=channels_at_a_time(shape.head_pad, row),
+        partial_sums=sums_of(row),
+        amd=facts.vendor == "amd",
+    )
+    # Sequence s has row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
     blocks = ceil_div(shape.num_tokens, tokens) + shape.num_seqs if shape.num_tokens else 0
     names = ("out", "query", "key", "value", "query_start_loc", "sinks", "score_scale")
     launch = Launch(
@@ -116,27 +155,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
         grid=(blocks * shape.num_kv_heads * ceil_div(shape.group, heads), 1, 1),
         args=(*(name if name == "out" or name in inputs else None for name in names), shape.num_tokens, shape.num_seqs),
         writes=("out",),
-        constants=(
-            ("SEQS_PAD", max(16, next_power_of_two(shape.num_seqs))),
-            ("NUM_HEADS", shape.num_heads),
-            ("GROUP", shape.group),
-            ("HEADS", heads),
-            ("TOKENS", tokens),
-            ("ROWS", rows),
-            ("SCALE", float(shape.scale)),
-            ("CAUSAL", shape.causal),
-            ("WINDOW", shape.sliding_window or 0),
-            ("SOFT_CAP", float(shape.logits_soft_cap or 0.0)),
-            ("HEAD_SIZE", shape.head_size),
-            ("HEAD_PAD", shape.head_pad),
-            ("RELOAD_QUERY", channels_at_a_time(shape.head_pad, row)),
-            ("SUMS", sums_of(row)),
-            ("TILE", row.block_n),
-            ("EDGE", edge_of(row)),
-            ("KIND", shape.dtype),
-            ("COMPUTE", "float32" if arch == "cpu" else shape.dtype),  # the interpreter's dot takes bfloat16 for integers
-            ("AMD", facts.vendor == "amd"),
-        ),
+        constants=(("S", spec),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         options=row.options,

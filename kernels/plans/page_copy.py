@@ -1,89 +1,97 @@
-"""Plans the copy of pages that goes before prefill where it pays; see `purepage.kernels.triton.page_copy`."""
+"""Plan of the page copy before prefill, where it pays; see `purepage.kernels.triton.page_copy`."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...functional.cache import CacheSpec
 from ..launch import Buffer, Descriptor, Launch
+from ..triton.spec import AttentionSpec, PageCopySpec
 
 if TYPE_CHECKING:
     from .attention import PagedAttentionShape
 
-STAGE_KERNEL = "purepage.kernels.triton.page_copy:stage_pages"
-PAGE = 64
+PAGE_COPY_KERNEL = "purepage.kernels.triton.page_copy:copy_pages"
+PAGE_SIZE = 64
 """Tokens of a page of the copy; a tile divides it."""
 
-MOST_BYTES = 1 << 28
-"""Of the copy. It has room for every sequence at its longest, so many sequences that might be long go without."""
+MAX_BYTES = 1 << 28
+"""Largest copy. It has space for every sequence at its maximum length, so batches of many long sequences are not copied."""
 
 
-def staged_shape(shape: "PagedAttentionShape", rows: int) -> "PagedAttentionShape | None":
-    """The call as one over a copy of its pages in the query's dtype, or None where that can't be, or would be too large to pay.
+def copied_shape(shape: "PagedAttentionShape", rows: int) -> "PagedAttentionShape | None":
+    """The call over a copy of its pages in the query's dtype, or None where the copy can't be exact or would not pay.
 
     Args:
-      rows: fewest query tokens times heads of a KV head that it pays for, 0 for never; `max_query_len` stands for the tokens.
+      rows: query tokens times heads of a KV head from which on it pays, 0 for never; `max_query_len` stands for the tokens.
     """
     exact = shape.cache.is_quantized or shape.cache.dtype.name == shape.query_dtype
     if not rows or shape.max_query_len * shape.group < rows or shape.query_dtype not in ("bfloat16", "float16") or not exact:
         return None
-    width = -(-shape.longest // PAGE)
+    width = -(-shape.longest // PAGE_SIZE)
     spec = CacheSpec(
         num_blocks=shape.num_seqs * width,
-        block_size=PAGE,
+        block_size=PAGE_SIZE,
         num_kv_heads=shape.cache.num_kv_heads,
         head_size=shape.cache.head_size,
         dtype=shape.query_dtype,
         content="packed",
         order="LBHNC",
     )
-    if shape.head_pad != spec.head_size or spec.nbytes > MOST_BYTES:
+    if shape.head_pad != spec.head_size or spec.nbytes > MAX_BYTES:
         return None
     return replace(shape, cache=spec, cache_dtype=shape.query_dtype, table_width=width)
 
 
-def stage_launch(
-    shape: "PagedAttentionShape", staged: "PagedAttentionShape", split_tokens: int, common: dict[str, Any]
-) -> tuple[Launch, dict[str, Buffer]]:
-    """The launch that makes the copy, and the buffers that it writes. Sequences of at most `split_tokens` query tokens are left out."""
-    pages = staged.cache.num_blocks
+def page_copy_launch(shape: "PagedAttentionShape", copied: "PagedAttentionShape", spec: AttentionSpec) -> tuple[Launch, dict[str, Buffer]]:
+    """The launch that makes the copy, and the buffers that it writes; `spec` is that of prefill over the cache itself.
+
+    Sequences of at most `spec.split_tokens` query tokens are not copied.
+    """
     scratch = {
-        "staged": Buffer(staged.cache.shape, staged.query_dtype),
-        "staged_table": Buffer((shape.num_seqs, staged.table_width), "int32"),
+        "page_copy": Buffer(copied.cache.shape, copied.query_dtype),
+        "page_copy_table": Buffer((shape.num_seqs, copied.table_width), "int32"),
     }
-    same = "WINDOW HEAD_SIZE NUM_BLOCKS BLOCK_SIZE STORED HARDWARE_FP8 SCALE_HEADS WIDE K_SIDE V_SIDE".split()
+    facts = PageCopySpec(
+        num_kv_heads=shape.cache.num_kv_heads,
+        head_size=spec.head_size,
+        split_tokens=spec.split_tokens,
+        window=spec.window,
+        page_size=PAGE_SIZE,
+        out_dtype=copied.query_dtype,
+        hardware_fp8=spec.hardware_fp8,
+        sign_keys=spec.is_quantized and shape.scale > 0,
+        scale_heads=spec.scale_heads,
+        kv=spec.kv,
+    )
     launch = Launch(
-        kernel=STAGE_KERNEL,
-        grid=(pages, shape.cache.num_kv_heads, 1),
+        kernel=PAGE_COPY_KERNEL,
+        grid=(copied.cache.num_blocks, shape.cache.num_kv_heads, 1),
         args=(
-            *"staged staged_table cache k_scale query_start_loc seq_lens block_table layer".split(),
+            *"page_copy page_copy_table cache k_scale query_start_loc seq_lens block_table layer".split(),
             shape.table_width,
-            staged.table_width,
+            copied.table_width,
         ),
         writes=tuple(scratch),
-        constants=(
-            *((name, common[name]) for name in same),
-            ("SIGN_KEYS", shape.cache.is_quantized and shape.scale > 0),
-            ("NUM_KV_HEADS", shape.cache.num_kv_heads),
-            ("SPLIT_TOKENS", split_tokens),
-            ("TILE", PAGE),
-            ("COMPUTE", staged.query_dtype),
-        ),
+        constants=(("S", facts),),
         num_warps=4,
         num_stages=1,
     )
     return launch, scratch
 
 
-def staged_constants(constants: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
-    """The copy's constants: it has one layer, and the cache's scales are still to be applied, but for the sign of the keys' where
-    the scores' own is above 0."""
-    sides = {side: (constants[side][0], 0, *constants[side][2:]) for side in ("K_SIDE", "V_SIDE")}
-    return {**constants, **sides, **{name: common[name] for name in ("QUANTIZED", "SCALE_HEADS")}, "SIGNED": common["SCALE"] < 0}
+def spec_on_copy(spec: AttentionSpec, original: AttentionSpec) -> AttentionSpec:
+    """The facts of prefill over the copy, `original` those over the cache.
+
+    The copy has one layer. The cache's scales still apply, but for the sign of the keys' where the scores' own factor is positive.
+    """
+    kv = replace(spec.kv, key=replace(spec.kv.key, layer=0), value=replace(spec.kv.value, layer=0))
+    scales = {"is_quantized": original.is_quantized, "scale_heads": original.scale_heads}
+    return replace(spec, kv=kv, signed_factor=original.scale < 0, **scales)
 
 
-def on_the_copy(launch: Launch) -> Launch:
+def reading_copy(launch: Launch) -> Launch:
     """The launch with the copy in the place of the cache."""
-    names = {"cache": "staged", "block_table": "staged_table"}
+    names = {"cache": "page_copy", "block_table": "page_copy_table"}
 
     def renamed(arg: Any) -> Any:
         if isinstance(arg, Descriptor):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .kv_block import side_base
+from .common import side_base
 from .slots import side_scale, slot_offsets, store_channels, to_stored
 
 

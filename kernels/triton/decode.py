@@ -1,152 +1,103 @@
 """Paged attention for decode: every program takes an equal share of the batch's KV tiles, wherever sequences begin and end.
 
-The tiles of all sequences that decode are numbered one after another. Program p of a KV head takes tiles [p * share, (p + 1) * share):
-a ragged batch keeps every compute unit busy to the end. A sequence that lies within one share is written at once; the others leave one
-partial result per program, at most two a program, which `paged_attention_reduce` merges.
+The tiles of all sequences that decode are numbered one after another. Program p of a KV head takes tiles [p * share, (p + 1) * share), so a
+ragged batch keeps every compute unit busy to the end. A sequence that lies within one share is written at once. The others leave one
+partial result for each program, at most two a program, which `paged_attention_reduce` merges.
 """
 
 import triton
 import triton.language as tl
 
-from .common import uniform
-from .kv_block import LOG2E, key_bounds, side_base, tile_bounds
-from .kv_loop import attend_range
-from .output import block_rows, score_factor, start_rows, store_rows, store_zeros
-from .query import load_query
+from .address import side_base, uniform
+from .kv_loop import attend_keys
+from .masks import key_bounds, tile_bounds
+from .output import store_rows, store_zeros
+from .query import LOG2E, block_rows, head_scale, load_query, score_factor
+from .softmax import initial_state
+from .spec import QueryRows, SequenceKeys, SoftmaxState
 
 
 @triton.jit
-def tiles_of(
-    query_len,
-    kv_len,
-    is_seq,
-    SPLIT_TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTEXT_ONLY: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Tiles to read for sequences (one, or a vector of them); none for those that the split kernel leaves alone."""
+def tiles_of(query_len, kv_len, is_seq, S: tl.constexpr):
+    """Tiles to read for sequences (one, or a vector of them); 0 for those that do not belong to the decode kernel."""
     context = kv_len - query_len
-    begin, end, _, _ = key_bounds(context, kv_len - 1, context if CONTEXT_ONLY else kv_len, CAUSAL, WINDOW)
-    lo, hi, _, _ = tile_bounds(begin, end, begin, end, TILE)
-    return tl.where(is_seq & (query_len > 0) & (query_len <= SPLIT_TOKENS), hi - lo, 0)
+    begin, end, _, _ = key_bounds(context, kv_len - 1, context if S.context_only else kv_len, S)
+    lo, hi, _, _ = tile_bounds(begin, end, begin, end, S.block_n)
+    return tl.where(is_seq & (query_len > 0) & (query_len <= S.split_tokens), hi - lo, 0)
 
 
 @triton.jit
-def tiles_of_batch(
-    query_start_loc,
-    seq_lens,
-    num_seqs,
-    SEQS_PAD: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTEXT_ONLY: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    seqs = tl.arange(0, SEQS_PAD)
+def tiles_of_batch(query_start_loc, seq_lens, num_seqs, S: tl.constexpr):
+    """([seqs_pad] sequence numbers, [seqs_pad] their tiles)."""
+    seqs = tl.arange(0, S.seqs_pad)
     is_seq = seqs < num_seqs
     query_len = tl.load(query_start_loc + seqs + 1, mask=is_seq, other=0) - tl.load(query_start_loc + seqs, mask=is_seq, other=0)
     kv_len = tl.load(seq_lens + seqs, mask=is_seq, other=0)
-    return seqs, tiles_of(query_len, kv_len, is_seq, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
+    return seqs, tiles_of(query_len, kv_len, is_seq, S)
 
 
 @triton.jit
-def paged_attention_split(
-    out,
-    lse,
-    part_acc,
-    part_sum,
-    part_max,
-    query,
-    cache,
-    k_scale,
-    v_scale,
-    query_start_loc,
-    seq_lens,
-    block_table,
-    layer,
-    alibi_slopes,
-    sinks,
-    qq_bias,
-    score_scale,
-    output_scale,
-    num_seqs,
-    table_width,
-    PROGRAMS: tl.constexpr,
-    SEQS_PAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTEXT_ONLY: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    BIAS_ROWS: tl.constexpr,
-    BIAS_COLUMNS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    RELOAD_QUERY: tl.constexpr,
-    SUMS: tl.constexpr,
-    LATE_CLAMP: tl.constexpr,
-    VALUES_FIRST: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    EDGE: tl.constexpr,
-    QUERY_KIND: tl.constexpr,
-    STORED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    OUT_KIND: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    ROW_FACTOR: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SCALE_HEADS: tl.constexpr,
-    WIDE: tl.constexpr,
-    AMD: tl.constexpr,
-    K_SIDE: tl.constexpr,
-    V_SIDE: tl.constexpr,
+def paged_attention_decode(
+    out,  # [T, Hq, D] output dtype
+    lse,  # [T, Hq] f32, or None
+    part_acc,  # [2 * num_splits * head_blocks * split_tokens * block_heads, D] f32
+    part_sum,  # [2 * num_splits * head_blocks * split_tokens * block_heads] f32
+    part_max,  # [2 * num_splits * head_blocks * split_tokens * block_heads] f32
+    query,  # [T, Hq, D] model dtype or fp8
+    cache,  # the whole cache in its storage dtype
+    k_scale,  # [L] or [L, H] f32
+    v_scale,  # [L] or [L, H] f32
+    query_start_loc,  # [S + 1] i32
+    seq_lens,  # [S] i32
+    block_table,  # [S, M] i32
+    layer,  # [1] i32
+    alibi_slopes,  # [Hq] f32, or None
+    sinks,  # [Hq] f32, or None
+    qq_bias,  # [bias_rows, bias_columns] f32, or None
+    score_scale,  # [1] f32, or None
+    output_scale,  # [1] f32, or None
+    num_seqs,  # i32: S
+    table_width,  # i32: M
+    S: tl.constexpr,  # AttentionSpec
 ):
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    HEAD_BLOCKS: tl.constexpr = NUM_HEADS // GROUP * HEAD_TILES
+    """Grid: num_splits x blocks of heads."""
+    KEY: tl.constexpr = S.kv.key
+    VALUE: tl.constexpr = S.kv.value
+    STORED: tl.constexpr = S.kv.dtype
     program = tl.program_id(0)
-    head_block = program % HEAD_BLOCKS
-    part = program // HEAD_BLOCKS
-    kv_head = head_block // HEAD_TILES
+    head_block = program % S.head_blocks
+    part = program // S.head_blocks
+    kv_head = head_block // S.group_blocks
 
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
+    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, S)
     ends = tl.cumsum(counts, 0)
-    total = uniform(tl.sum(counts, 0), AMD)
-    share = (total + PROGRAMS - 1) // PROGRAMS
+    total = uniform(tl.sum(counts, 0), S.amd)
+    share = (total + S.num_splits - 1) // S.num_splits
     share_begin = part * share
     share_end = tl.minimum(share_begin + share, total)
     if share_begin >= share_end:
         return
-    first_seq = uniform(tl.sum((ends <= share_begin).to(tl.int32), 0), AMD)
-    last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), AMD)
-    seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), AMD)
+    first_seq = uniform(tl.sum((ends <= share_begin).to(tl.int32), 0), S.amd)
+    last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), S.amd)
+    seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), S.amd)
 
-    row_token, head, is_row = block_rows(kv_head, head_block % HEAD_TILES, GROUP, HEADS, SPLIT_TOKENS, ROWS)
-    row = tl.arange(0, ROWS)
-    d = tl.arange(0, HEAD_PAD)
+    row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
+    row = tl.arange(0, S.block_m)
+    d = tl.arange(0, S.head_pad)
     layer_index = tl.load(layer)
-    key_base = side_base(cache, layer_index, kv_head, K_SIDE, STORED)
-    value_base = side_base(cache, layer_index, kv_head, V_SIDE, STORED)
-    scalar_factor = score_factor(score_scale, k_scale, layer_index, kv_head, SCALE, SOFT_CAP, QUANTIZED, SCALE_HEADS)
-    if QUANTIZED:
-        value_scale = tl.load(v_scale + layer_index * SCALE_HEADS + (kv_head if SCALE_HEADS > 1 else 0))
+    key_base = side_base(cache, layer_index, kv_head, KEY, STORED)
+    value_base = side_base(cache, layer_index, kv_head, VALUE, STORED)
+    scalar_factor = score_factor(score_scale, k_scale, layer_index, kv_head, S)
+    if S.is_quantized:
+        value_scale = head_scale(v_scale, layer_index, kv_head, S)
     else:
         value_scale = 1.0
-    if alibi_slopes is not None:
+    if S.has_alibi:
         slope = LOG2E * tl.load(alibi_slopes + head, mask=is_row, other=0.0)
     else:
         slope = None
-    if BIAS_COLUMNS > 0:
-        bias_row = qq_bias + row_token * BIAS_COLUMNS
+    if S.bias_columns > 0:
+        bias_row = qq_bias + row_token * S.bias_columns
     else:
         bias_row = None
 
@@ -154,179 +105,108 @@ def paged_attention_split(
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
         kv_len = tl.load(seq_lens + seq)
-        count = tiles_of(query_len, kv_len, seq < num_seqs, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
-        seg_lo = tl.maximum(share_begin - seq_begin, 0)
-        seg_hi = tl.minimum(share_end - seq_begin, count)
-        if seg_hi > seg_lo:
+        count = tiles_of(query_len, kv_len, seq < num_seqs, S)
+        part_lo = tl.maximum(share_begin - seq_begin, 0)
+        part_hi = tl.minimum(share_end - seq_begin, count)
+        if part_hi > part_lo:
             context = kv_len - query_len
             ok = is_row & (row_token < query_len)
-            q_base = query + query_start.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
-            q_offsets = (row_token * NUM_HEADS + head) * HEAD_SIZE
-            q, factor, multiplier = load_query(
-                q_base, q_offsets, ok, scalar_factor, QUERY_KIND, COMPUTE, HARDWARE_FP8, ROW_FACTOR, HEAD_SIZE, HEAD_PAD
-            )
-            row_sum, row_max = start_rows(sinks, head, ok, seg_lo, ROWS)
-            acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-            keys = context if CONTEXT_ONLY else kv_len
-            key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, keys, CAUSAL, WINDOW)
-            if BIAS_COLUMNS > 0:
+            q, source, factor = load_query(query, query_start, row_token, head, ok, scalar_factor, S)
+            state = initial_state(sinks, head, ok, part_lo, S)
+            visible_len = context if S.context_only else kv_len
+            key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, visible_len, S)
+            if S.bias_columns > 0:
                 full_end = tl.minimum(full_end, tl.maximum(context, 0))
-            lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, TILE)
-            hi = lo + seg_hi
-            lo = lo + seg_lo
+            lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, S.block_n)
+            hi = lo + part_hi
+            lo = lo + part_lo
             full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
             full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-            acc, row_sum, row_max = attend_range(
-                acc,
-                row_sum,
-                row_max,
-                q,
-                (q_base, q_offsets, ok, multiplier),
-                factor,
-                lo,
-                hi,
-                full_lo,
-                full_hi,
-                block_table + tl.cast(seq, tl.int64) * table_width,
-                table_width,
-                key_base,
-                value_base,
-                None,
-                (0, 0),
-                context + row_token,
-                key_begin,
-                key_end,
-                slope,
-                bias_row,
-                ok & (row_token < BIAS_ROWS),
-                context,
-                False,
-                False,
-                SUMS,
-                BIAS_COLUMNS == 0 and (SPLIT_TOKENS == 1 or (not CAUSAL and WINDOW == 0)),
-                RELOAD_QUERY,
-                QUERY_KIND,
-                ROW_FACTOR,
-                CAUSAL,
-                WINDOW,
-                SOFT_CAP,
-                alibi_slopes is not None,
-                BIAS_COLUMNS,
-                HEAD_SIZE,
-                HEAD_PAD,
-                NUM_BLOCKS,
-                BLOCK_SIZE,
-                TILE,
-                EDGE,
-                STORED,
-                COMPUTE,
-                HARDWARE_FP8,
-                WIDE,
-                K_SIDE,
-                V_SIDE,
-                AMD,
-                LATE_CLAMP,
-                VALUES_FIRST,
-            )
-            if seg_hi - seg_lo == count:
+            table_row = block_table + tl.cast(seq, tl.int64) * table_width
+            keys = SequenceKeys(table_row, table_width, key_base, value_base, None, None, None, key_begin, key_end, context)
+            rows = QueryRows(q, source, factor, context + row_token, slope, bias_row, ok & (row_token < S.bias_rows))
+            state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
+            if part_hi - part_lo == count:
                 token = query_start.to(tl.int64) + row_token
-                store_rows(
-                    out, lse, token, head, ok, acc, row_sum, row_max, value_scale, output_scale, NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND
-                )
+                store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S)
             else:
                 # A part that starts with the share is the program's first, another one its last.
-                slot = part * 2 + (seq_begin + seg_lo != share_begin).to(tl.int32)
-                part_row = (slot * HEAD_BLOCKS + head_block) * (SPLIT_TOKENS * HEADS) + row
-                part_ok = row < SPLIT_TOKENS * HEADS
-                pointers = part_acc + part_row[:, None] * HEAD_SIZE + d[None, :]
-                tl.store(pointers, acc, mask=part_ok[:, None] & (d < HEAD_SIZE)[None, :])
-                tl.store(part_sum + part_row, row_sum, mask=part_ok)
-                tl.store(part_max + part_row, row_max, mask=part_ok)
+                slot = part * 2 + (seq_begin + part_lo != share_begin).to(tl.int32)
+                part_row = (slot * S.head_blocks + head_block) * (S.split_tokens * S.block_heads) + row
+                part_ok = row < S.split_tokens * S.block_heads
+                pointers = part_acc + part_row[:, None] * S.head_size + d[None, :]
+                tl.store(pointers, state.acc, mask=part_ok[:, None] & (d < S.head_size)[None, :])
+                tl.store(part_sum + part_row, state.row_sum, mask=part_ok)
+                tl.store(part_max + part_row, state.row_max, mask=part_ok)
         seq_begin += count
 
 
 @triton.jit
 def paged_attention_reduce(
-    out,
-    lse,
-    part_acc,
-    part_sum,
-    part_max,
-    v_scale,
-    query_start_loc,
-    seq_lens,
-    layer,
-    sinks,
-    output_scale,
-    num_tokens,
-    num_seqs,
-    ZERO_PADDING: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SEQS_PAD: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    CONTEXT_ONLY: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    OUT_KIND: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SCALE_HEADS: tl.constexpr,
+    out,  # [T, Hq, D] output dtype
+    lse,  # [T, Hq] f32, or None
+    part_acc,  # as in `paged_attention_decode`
+    part_sum,  # as in `paged_attention_decode`
+    part_max,  # as in `paged_attention_decode`
+    v_scale,  # [L] or [L, H] f32
+    query_start_loc,  # [S + 1] i32
+    seq_lens,  # [S] i32
+    layer,  # [1] i32
+    sinks,  # [Hq] f32, or None
+    output_scale,  # [1] f32, or None
+    num_tokens,  # i32: T
+    num_seqs,  # i32: S
+    S: tl.constexpr,  # AttentionSpec; block_m are the rows of one of its programs
 ):
-    """Merges the parts of each sequence that crosses shares, PARTS at a time; writes sequences of no key and, if asked, padding tokens."""
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    HEAD_BLOCKS: tl.constexpr = NUM_HEADS // GROUP * HEAD_TILES
-    ROW_COUNT: tl.constexpr = SPLIT_TOKENS * HEADS
-    ROW_BLOCKS: tl.constexpr = (ROW_COUNT + ROWS - 1) // ROWS
+    """Merges the partial results of each sequence that crosses shares; writes sequences without keys and, if asked, padding tokens.
+
+    Grid: sequences, or tokens where padding is written, x blocks of heads x blocks of rows.
+    """
+    ROW_COUNT: tl.constexpr = S.split_tokens * S.block_heads
+    ROW_BLOCKS: tl.constexpr = (ROW_COUNT + S.block_m - 1) // S.block_m
     program = tl.program_id(0)
     row_block = program % ROW_BLOCKS
-    head_block = program // ROW_BLOCKS % HEAD_BLOCKS
-    seq = program // (ROW_BLOCKS * HEAD_BLOCKS)
-    kv_head = head_block // HEAD_TILES
-    row = row_block * ROWS + tl.arange(0, ROWS)
-    in_group = head_block % HEAD_TILES * HEADS + row % HEADS
-    head = kv_head * GROUP + in_group
-    is_row = (row < ROW_COUNT) & (in_group < GROUP)
+    head_block = program // ROW_BLOCKS % S.head_blocks
+    seq = program // (ROW_BLOCKS * S.head_blocks)
+    kv_head = head_block // S.group_blocks
+    row = row_block * S.block_m + tl.arange(0, S.block_m)
+    in_group = head_block % S.group_blocks * S.block_heads + row % S.block_heads
+    head = kv_head * S.queries_per_kv_head + in_group
+    is_row = (row < ROW_COUNT) & (in_group < S.queries_per_kv_head)
 
-    if ZERO_PADDING:
+    if S.zero_padding:
         used_tokens = tl.load(query_start_loc + num_seqs)
         if (seq >= used_tokens) & (seq < num_tokens):
-            store_zeros(out, lse, (seq + row * 0).to(tl.int64), head, is_row & (row < HEADS), NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND)
+            store_zeros(out, lse, (seq + row * 0).to(tl.int64), head, is_row & (row < S.block_heads), S)
     if seq >= num_seqs:
         return
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
-    if (query_len <= 0) | (query_len > SPLIT_TOKENS):
+    if (query_len <= 0) | (query_len > S.split_tokens):
         return
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, SEQS_PAD, SPLIT_TOKENS, CAUSAL, CONTEXT_ONLY, WINDOW, TILE)
+    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, S)
     total = tl.sum(counts, 0)
     begin = tl.sum(tl.where(seqs < seq, counts, 0), 0)
     count = tl.sum(tl.where(seqs == seq, counts, 0), 0)
-    share = tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1)
+    share = tl.maximum((total + S.num_splits - 1) // S.num_splits, 1)
     first_part = begin // share
     last_part = (begin + tl.maximum(count, 1) - 1) // share
     if (count > 0) & (first_part == last_part):
         return
 
-    ok = is_row & (row // HEADS < query_len)
-    row_sum, row_max = start_rows(sinks, head, ok, count, ROWS)
-    acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    d = tl.arange(0, HEAD_PAD)
-    for group in tl.range(first_part, tl.where(count > 0, last_part + 1, first_part), PARTS):
-        part = group + tl.arange(0, PARTS)
+    ok = is_row & (row // S.block_heads < query_len)
+    state = initial_state(sinks, head, ok, count, S)
+    row_sum, row_max, acc = state.row_sum, state.row_max, state.acc
+    d = tl.arange(0, S.head_pad)
+    for step in tl.range(first_part, tl.where(count > 0, last_part + 1, first_part), S.parts_per_step):
+        part = step + tl.arange(0, S.parts_per_step)
         slot = part * 2 + ((part == first_part) & (begin % share != 0)).to(tl.int32)
-        part_row = (slot[:, None] * HEAD_BLOCKS + head_block) * ROW_COUNT + row[None, :]
+        part_row = (slot[:, None] * S.head_blocks + head_block) * ROW_COUNT + row[None, :]
         part_ok = (part <= last_part)[:, None] & is_row[None, :]
         row_maxes = tl.load(part_max + part_row, mask=part_ok, other=float("-inf"))
         row_sums = tl.load(part_sum + part_row, mask=part_ok, other=0.0)
-        pointers = part_acc + part_row[:, :, None] * HEAD_SIZE + d[None, None, :]
-        values = tl.load(pointers, mask=part_ok[:, :, None] & (d < HEAD_SIZE)[None, None, :], other=0.0)
+        pointers = part_acc + part_row[:, :, None] * S.head_size + d[None, None, :]
+        values = tl.load(pointers, mask=part_ok[:, :, None] & (d < S.head_size)[None, None, :], other=0.0)
         new_max = tl.maximum(row_max, tl.max(row_maxes, 0))
         floor = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(row_maxes - floor[None, :])
@@ -334,9 +214,9 @@ def paged_attention_reduce(
         row_sum = row_sum * rescale + tl.sum(row_sums * weights, 0)
         acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
         row_max = new_max
-    if QUANTIZED:
-        value_scale = tl.load(v_scale + tl.load(layer) * SCALE_HEADS + (kv_head if SCALE_HEADS > 1 else 0))
+    if S.is_quantized:
+        value_scale = head_scale(v_scale, tl.load(layer), kv_head, S)
     else:
         value_scale = 1.0
-    token = query_start.to(tl.int64) + row // HEADS
-    store_rows(out, lse, token, head, ok, acc, row_sum, row_max, value_scale, output_scale, NUM_HEADS, HEAD_SIZE, HEAD_PAD, OUT_KIND)
+    token = query_start.to(tl.int64) + row // S.block_heads
+    store_rows(out, lse, token, head, ok, SoftmaxState(acc, row_sum, row_max), value_scale, output_scale, S)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .cache_write import load_rows, write_rows
-from .kv_block import side_base
+from .common import side_base
 from .rope import head_rows, load_cos_sin, load_head, normed_head, rotate, rotate_heads, store_turned
 from .slots import side_scale, slot_offsets, store_channels, to_stored
 

@@ -38,9 +38,9 @@ def test_shapes_alone_give_the_kernels_of_an_arch_that_is_not_here(arch):
     found = pp.explain(pp.paged_attention, shape(8, 32, 128), SPEC, decode_batch(8, 64), arch=arch, implementation="triton")
     choice = only(found)
     assert (found.arch.name, choice.operation, choice.implementation) == (arch, "paged_attention", "triton")
-    assert [launch.kernel.partition(":")[2] for launch in choice.program.launches] == ["paged_attention_split", "paged_attention_reduce"]
+    assert [launch.kernel.partition(":")[2] for launch in choice.program.launches] == ["paged_attention_decode", "paged_attention_reduce"]
     text = str(found)
-    assert "paged_attention_split: grid" in text and "TILE" in text and "scratch" in text and "not pallas" in text
+    assert "paged_attention_decode: grid" in text and "block_n" in text and "scratch" in text and "not pallas" in text
     assert default_arch() == before
 
 

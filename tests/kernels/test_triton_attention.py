@@ -1,6 +1,7 @@
 """The paged-attention kernels through Triton's interpreter, against the float64 oracle: every layout with every feature, pairwise."""
 
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -237,14 +238,15 @@ def test_any_number_of_shares_gives_the_same_result(num_cus):
 
 
 @triton.jit
-def count_tiles(out, query_len, kv_len, COUNT: triton.language.constexpr, OPTIONS: triton.language.constexpr):
-    triton.language.store(out, COUNT(query_len, kv_len, query_len >= 0, 4, OPTIONS[0], OPTIONS[1], OPTIONS[2], 16))
+def count_tiles(out, query_len, kv_len, COUNT: triton.language.constexpr, S: triton.language.constexpr):
+    triton.language.store(out, COUNT(query_len, kv_len, query_len >= 0, S))
 
 
 @pytest.mark.parametrize("context_only", [False, True], ids=["whole", "context-only"])
 @pytest.mark.parametrize("window", [0, 1, 18, 500])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not-causal"])
 def test_decode_counts_the_tiles_that_hold_a_visible_key_and_no_other(causal, window, context_only):
+    spec = SimpleNamespace(causal=causal, context_only=context_only, window=window, split_tokens=4, block_n=16)
     key = np.arange(200)
     for query_len, kv_len in [(1, 1), (1, 16), (1, 17), (1, 33), (3, 3), (2, 34), (4, 100), (3, 18), (1, 0), (0, 40), (5, 80)]:
         seen = np.zeros(len(key), bool)
@@ -254,7 +256,7 @@ def test_decode_counts_the_tiles_that_hold_a_visible_key_and_no_other(causal, wi
             row &= (window == 0) | ((position - key < window) & ((key - position < window) | causal))
             seen |= row & (position >= 0)
         out = torch.zeros(1, dtype=torch.int32)
-        count_tiles[(1,)](out, query_len, kv_len, decode.tiles_of, (causal, context_only, window))
+        count_tiles[(1,)](out, query_len, kv_len, decode.tiles_of, spec)
         assert out.item() == (len(np.unique(key[seen] // 16)) if query_len <= 4 else 0), (query_len, kv_len)
 
 

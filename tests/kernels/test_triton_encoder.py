@@ -122,7 +122,7 @@ def test_a_plan_keeps_the_limits_of_its_arch_for_every_head_size(arch):
                 scale=0.1,
             )
             (launch,) = plan_encoder_attention(shape, arch).launches
-            constants = dict(launch.constants)
-            assert constants["TOKENS"] * constants["HEADS"] <= constants["ROWS"]
+            facts = launch.facts
+            assert facts["block_tokens"] * facts["block_heads"] <= facts["block_m"]
             blocks = launch.grid[0] // 2  # KV heads
-            assert blocks * constants["TOKENS"] >= 100 and launch.num_warps * ARCHS[arch].wave_size <= ARCHS[arch].max_threads
+            assert blocks * facts["block_tokens"] >= 100 and launch.num_warps * ARCHS[arch].wave_size <= ARCHS[arch].max_threads

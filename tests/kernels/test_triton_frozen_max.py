@@ -97,12 +97,12 @@ def launched(dtype, query_dtype):
         max_seq_len=1024,
         scale=0.1,
     )
-    return dict(plan_paged_attention(shape, "sm_90", num_cus=132).launches[0].constants)
+    return plan_paged_attention(shape, "sm_90", num_cus=132).launches[0].facts
 
 
 @pytest.mark.parametrize(
-    "dtype, query_dtype, fixed",
+    "dtype, query_dtype, frozen",
     [("bfloat16", "bfloat16", True), ("float16", "float16", False), ("float8_e4m3fn", "bfloat16", False), ("float32", "float32", False)],
 )
-def test_only_weights_that_bfloat16_holds_may_pass_the_peak(dtype, query_dtype, fixed):
-    assert launched(dtype, query_dtype)["FIXED"] is fixed
+def test_the_maximum_is_frozen_only_where_bfloat16_holds_the_weights(dtype, query_dtype, frozen):
+    assert launched(dtype, query_dtype)["frozen_max"] is frozen

@@ -42,7 +42,7 @@ def planned(row):
     """Plans with the row, and makes sure that it comes to run."""
 
     def look(program):
-        assert program.launches[0].kernel.endswith("paged_attention_tiled")
+        assert program.launches[0].kernel.endswith("paged_attention_prefill")
         assert any(isinstance(arg, Descriptor) for arg in program.launches[0].args) == row.kv_descriptor
 
     return {"rows": {"tiled": row, "split": SPLIT}, "look": look}

@@ -13,7 +13,7 @@ from purepage.functional.testing import random_batch
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor
 from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
-from purepage.kernels.plans.page_copy import MOST_BYTES, STAGE_KERNEL
+from purepage.kernels.plans.page_copy import MAX_BYTES, PAGE_COPY_KERNEL
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -27,10 +27,10 @@ ROW = PrefillConfig(16, 16, 1, 1, optimistic=True, partial_sums=4, kv_descriptor
 
 
 def goes_over_a_copy(program):
-    stage, tiled = program.launches[:2]
-    assert stage.kernel == STAGE_KERNEL
-    assert {arg.buffer for arg in tiled.args if isinstance(arg, Descriptor)} == {"staged"}
-    assert "cache" not in tiled.args
+    copy, prefill = program.launches[:2]
+    assert copy.kernel == PAGE_COPY_KERNEL
+    assert {arg.buffer for arg in prefill.args if isinstance(arg, Descriptor)} == {"page_copy"}
+    assert "cache" not in prefill.args
 
 
 def check(batch, **options):
@@ -96,7 +96,7 @@ def launches(*, num_seqs=1, max_query_len=4096, table_width=64, query="bfloat16"
     ],
 )
 def test_on_hopper_long_prefill_goes_over_a_copy_where_pages_cannot_be_fetched_whole(call):
-    assert launches(**call) == ["stage_pages", "paged_attention_tiled"]
+    assert launches(**call) == ["copy_pages", "paged_attention_prefill"]
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_on_hopper_long_prefill_goes_over_a_copy_where_pages_cannot_be_fetched_w
     ],
 )
 def test_no_copy_where_it_does_not_pay(call):
-    assert "stage_pages" not in launches(**call)
+    assert "copy_pages" not in launches(**call)
 
 
 def test_a_copy_keeps_within_its_bound():
-    widest = MOST_BYTES // (64 * 8 * 2 * 128 * 2)
-    assert launches(table_width=widest, num_blocks=9000)[0] == "stage_pages"
-    assert "stage_pages" not in launches(table_width=widest + 1, num_blocks=9000)
+    widest = MAX_BYTES // (64 * 8 * 2 * 128 * 2)
+    assert launches(table_width=widest, num_blocks=9000)[0] == "copy_pages"
+    assert "copy_pages" not in launches(table_width=widest + 1, num_blocks=9000)
