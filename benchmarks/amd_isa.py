@@ -302,7 +302,7 @@ COLUMNS = ("VGPRs", "AGPRs", "SGPRs", "spills V/S", "scratch", "LDS", "waves/SIM
 
 
 def _tile(job: Job) -> str:
-    facts, sizes = job.launch.facts, ("block_m", "block_tokens", "block_n", "ROWS", "TOKENS", "TILE")
+    facts, sizes = job.launch.facts, ("block_m", "block_tokens", "block_n")
     return "x".join(str(facts[name]) for name in sizes if name in facts) + f" w{job.launch.num_warps}"
 
 

@@ -19,8 +19,7 @@ from .execute import chosen_bridge
 
 SHOWN_FACTS = (
     *("block_m", "block_tokens", "block_heads", "block_n", "masked_block_n", "split_tokens", "num_splits", "parts_per_step", "page_size"),
-    *("compute_dtype", "hardware_fp8"),
-    *("ROWS", "TOKENS", "HEADS", "TILE", "COMPUTE", "HARDWARE_FP8"),
+    *("compute_dtype", "hardware_fp8", "slots.hardware_fp8"),
 )
 """Facts of a launch that say how the work is divided; the others restate the call."""
 

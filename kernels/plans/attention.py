@@ -12,6 +12,7 @@ from ..archs.configs import ANY, FP8, KV_DESCRIPTOR, DecodeConfig, PrefillConfig
 from ..launch import Buffer, Descriptor, Launch, Program
 from ..triton.spec import AttentionSpec, KVLayout
 from .page_copy import copied_shape, page_copy_launch, reading_copy, spec_on_copy
+from .sizes import ceil_div, next_power_of_two
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 PREFILL_KERNEL = "purepage.kernels.triton.prefill:paged_attention_prefill"
@@ -90,14 +91,6 @@ class PagedAttentionShape:
     @property
     def row_factor(self) -> bool:
         return self.compute_dtype == "float16" and self.query_dtype == "bfloat16"
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def channels_at_a_time(head_pad: int, row: PrefillConfig | DecodeConfig) -> int:

@@ -1,18 +1,19 @@
-"""Plan of merging two attention results. ResourceUsage no Triton and no GPU."""
+"""Plan of merging two attention results; it needs neither Triton nor a GPU."""
 
 from dataclasses import dataclass
 
 from ..archs import arch_facts
 from ..launch import Buffer, Launch, Program
-from .attention import ceil_div, next_power_of_two
-from .writers import tokens_of_tile, warps_of_tile
+from ..triton.writer_spec import MergeSpec
+from .sizes import ceil_div, next_power_of_two
+from .writers import tokens_of_block, warps_of_tile
 
 MERGE_KERNEL = "purepage.kernels.triton.merge:merge_states_kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeShape:
-    """Everything static about `merge_attention_states`; dtypes are names."""
+    """Everything static about `merge_attention_states`; dtypes are JAX names."""
 
     num_tokens: int
     num_heads: int
@@ -27,7 +28,7 @@ def plan_merge(shape: MergeShape, arch: str, *, num_cus: int | None = None) -> P
     Args:
       shape: what is static about the call.
       arch: see `purepage.kernels.archs`.
-      num_cus: compute units of the device; default: the arch's usual part.
+      num_cus: compute units of the device; default: those of the arch's usual product.
 
     Raises:
       UnsupportedError: the arch is not known.
@@ -35,20 +36,15 @@ def plan_merge(shape: MergeShape, arch: str, *, num_cus: int | None = None) -> P
     facts = arch_facts(arch)
     states, sums = (shape.num_tokens, shape.num_heads, shape.head_size), Buffer((shape.num_tokens, shape.num_heads), "float32")
     rows, pad = shape.num_tokens * shape.num_heads, next_power_of_two(shape.head_size)
-    tile = tokens_of_tile(rows, 1, pad, num_cus or facts.num_cus, at_least=1)
+    block_m = tokens_of_block(rows, 1, pad, num_cus or facts.num_cus, at_least=1)
+    spec = MergeSpec(block_m=block_m, head_size=shape.head_size, head_pad=pad, dtype=shape.dtype_a, interpreted=facts.vendor == "cpu")
     launch = Launch(
         kernel=MERGE_KERNEL,
-        grid=(ceil_div(rows, tile), 1, 1),
+        grid=(ceil_div(rows, block_m), 1, 1),
         args=("out", "lse", "out_a", "lse_a", "out_b", "lse_b", rows),
         writes=("out", "lse"),
-        constants=(
-            ("ROWS", tile),
-            ("HEAD_SIZE", shape.head_size),
-            ("HEAD_PAD", pad),
-            ("KIND", shape.dtype_a),
-            ("INTERPRETED", facts.vendor == "cpu"),
-        ),
-        num_warps=warps_of_tile(tile * pad, facts),
+        constants=(("S", spec),),
+        num_warps=warps_of_tile(block_m * pad, facts),
         num_stages=1,
     )
     return Program(

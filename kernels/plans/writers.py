@@ -1,34 +1,37 @@
-"""Plans of the cache writers, of rotary embedding and of the two fused. ResourceUsage no Triton and no GPU.
+"""Plans of the cache writers, of rotary embedding and of the fused writers; they need neither Triton nor a GPU.
 
-These kernels move bytes: their tiles follow from shapes and the number of compute units alone, so there is no tuning table.
+These kernels move bytes. Their blocks follow from the shapes and the number of compute units, so no architecture has configurations for
+them.
 """
 
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ...functional.cache import CacheSpec
 from ..archs import Arch, arch_facts
 from ..launch import Buffer, Launch, Program
-from .attention import ceil_div, next_power_of_two
+from ..triton.writer_spec import CacheSlots, RotarySpec, UpdateSpec
+from .sizes import ceil_div, next_power_of_two
 
 UPDATE_KERNEL = "purepage.kernels.triton.cache_write:update_cache_kernel"
 
 EXACT = (("enable_fp_fusion", False),)
-"""No fused multiply-add: the result then has the same bits on every architecture, and in a fused kernel as in separate ones."""
+"""Products and sums are not fused, so that the result has the same bits on every architecture, and in a fused kernel as in separate ones."""
 
-MOST_TOKENS = 32
-BY_TOKEN_TOKENS = 16
+MAX_BLOCK_TOKENS = 32
+ADJACENT_TOKENS = 16
+"""Tokens that a program has at least where the tokens of a block are adjacent in memory, so that its stores coalesce."""
 TILE_ELEMENTS = 1024
-"""Elements of one head's tile, of keys as of values: one load of 16 bytes a thread. On an H200 tiles of 4096 were as fast for copies, 6 %
-slower for fp8 caches and 4 % with norms."""
+"""Elements of one head's tile of keys or values: one load of 16 bytes a thread. On an H200 tiles of 4096 were as fast for copies, 6 %
+slower for fp8 caches and 4 % slower with norms."""
+MAX_BLOCK_HEADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """A cache as a writer sees it; dtypes are names.
+    """A cache as a writer sees it; dtypes are JAX names.
 
     Attributes:
-      spec: spec of the cache at hand (under `shard_map` the shard's).
+      spec: spec of the cache at hand; under `shard_map` it is the shard's.
       dtype: dtype of the cache's buffer; None is `spec.storage_dtype`.
       k_scale_per_head, v_scale_per_head: the scale is [L, H], not [L].
     """
@@ -41,7 +44,7 @@ class CacheShape:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateShape:
-    """Everything static about `update_cache`."""
+    """Everything static about `update_cache`; dtypes are JAX names."""
 
     num_tokens: int
     cache: CacheShape
@@ -50,7 +53,7 @@ class UpdateShape:
 
 
 def cache_inputs(cache: CacheShape, num_tokens: int) -> dict[str, Buffer]:
-    """The cache and what says where and how to write into it. Scales are passed to quantized caches only."""
+    """The cache, the slots, the layer, and the scales of a quantized cache."""
     spec = cache.spec
     inputs = {
         "cache": Buffer(spec.shape, cache.dtype or spec.storage_dtype.name),
@@ -63,37 +66,37 @@ def cache_inputs(cache: CacheShape, num_tokens: int) -> dict[str, Buffer]:
     return inputs
 
 
-def cache_constants(cache: CacheShape, arch: Arch) -> dict[str, Any]:
+def cache_slots(cache: CacheShape, arch: Arch) -> CacheSlots:
     spec = cache.spec
     key, value = spec.side_strides
-    return {
-        "NUM_SLOTS": spec.num_slots,
-        "BLOCK_SIZE": spec.block_size,
-        "STORED": spec.dtype.name,
-        "K_SCALE_HEADS": spec.num_kv_heads if cache.k_scale_per_head else 1,
-        "V_SCALE_HEADS": spec.num_kv_heads if cache.v_scale_per_head else 1,
-        "HARDWARE_FP8": spec.dtype.name in arch.hardware_fp8,
-        "K_SIDE": astuple(key),
-        "V_SIDE": astuple(value),
-    }
+    return CacheSlots(
+        num_slots=spec.num_slots,
+        block_size=spec.block_size,
+        dtype=spec.dtype.name,
+        hardware_fp8=spec.dtype.name in arch.hardware_fp8,
+        key=key,
+        value=value,
+        k_scale_heads=spec.num_kv_heads if cache.k_scale_per_head else 1,
+        v_scale_heads=spec.num_kv_heads if cache.v_scale_per_head else 1,
+    )
 
 
-def writes_by_token(spec: CacheSpec) -> bool:
-    """Whether the places of a block lie side by side in memory, so that a store coalesces over tokens and not over channels."""
+def has_adjacent_tokens(spec: CacheSpec) -> bool:
+    """Whether the tokens of a block are adjacent in memory, so that stores coalesce over tokens and not over channels."""
     return any(side.n_vector > 1 or side.token_outer == 1 for side in spec.side_strides)
 
 
-def tokens_of_tile(num_tokens: int, parts: int, width: int, cus: int, *, at_least: int) -> int:
-    """Tokens of a program: as many as make a full tile, fewer while the grid does not cover the device twice.
+def tokens_of_block(num_tokens: int, parts: int, width: int, cus: int, *, at_least: int) -> int:
+    """Tokens of a program: as many as fill a tile, fewer while the grid does not cover the device twice.
 
     Args:
       num_tokens: tokens in all.
       parts: programs for one block of tokens.
       width: elements that a program handles for one token.
       cus: compute units.
-      at_least: tokens that must share a program for stores to coalesce.
+      at_least: tokens that a program has in any case, where there are as many.
     """
-    tokens = max(1, min(MOST_TOKENS, TILE_ELEMENTS // width, next_power_of_two(num_tokens)))
+    tokens = max(1, min(MAX_BLOCK_TOKENS, TILE_ELEMENTS // width, next_power_of_two(num_tokens)))
     tokens = max(tokens, min(at_least, next_power_of_two(num_tokens)))
     while tokens > at_least and ceil_div(num_tokens, tokens) * parts < 2 * cus:
         tokens //= 2
@@ -101,7 +104,7 @@ def tokens_of_tile(num_tokens: int, parts: int, width: int, cus: int, *, at_leas
 
 
 def warps_of_tile(elements: int, arch: Arch) -> int:
-    """8 elements a thread or more: 128 bits of a 16-bit dtype; from 1 to 8 warps."""
+    """From 1 to 8 warps, with 8 elements a thread or more: 128 bits of a 16-bit dtype."""
     return max(1, min(8 if elements > TILE_ELEMENTS else 4, elements // (8 * max(arch.wave_size, 32))))
 
 
@@ -111,7 +114,7 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
     Args:
       shape: what is static about the call.
       arch: see `purepage.kernels.archs`.
-      num_cus: compute units of the device; default: the arch's usual part.
+      num_cus: compute units of the device; default: those of the arch's usual product.
 
     Returns:
       A program with inputs key, value, cache, slot_mapping, layer, and k_scale and v_scale where the cache is quantized; it updates cache.
@@ -127,17 +130,16 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
         **cache_inputs(shape.cache, shape.num_tokens),
     }
     pad = next_power_of_two(spec.head_size)
-    tokens = tokens_of_tile(
-        shape.num_tokens, spec.num_kv_heads, pad, num_cus or facts.num_cus, at_least=BY_TOKEN_TOKENS if writes_by_token(spec) else 1
+    at_least = ADJACENT_TOKENS if has_adjacent_tokens(spec) else 1
+    tokens = tokens_of_block(shape.num_tokens, spec.num_kv_heads, pad, num_cus or facts.num_cus, at_least=at_least)
+    kernel_spec = UpdateSpec(
+        block_tokens=tokens,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_pad=pad,
+        slots=cache_slots(shape.cache, facts),
+        interpreted=facts.vendor == "cpu",
     )
-    constants = {
-        "TOKENS": tokens,
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "HEAD_SIZE": spec.head_size,
-        "HEAD_PAD": pad,
-        "INTERPRETED": facts.vendor == "cpu",
-        **cache_constants(shape.cache, facts),
-    }
     launch = Launch(
         kernel=UPDATE_KERNEL,
         grid=(ceil_div(shape.num_tokens, tokens) * spec.num_kv_heads, 1, 1),
@@ -146,7 +148,7 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
             shape.num_tokens,
         ),
         writes=("cache",),
-        constants=tuple(constants.items()),
+        constants=(("S", kernel_spec),),
         num_warps=warps_of_tile(tokens * pad, facts),
         num_stages=1,
         options=EXACT,
@@ -156,15 +158,15 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class RopeShape:
-    """Everything static about rotary embedding, alone or with the cache write and the norm. Dtypes are names.
+    """Everything static about rotary embedding, alone or with the cache write and the norm. Dtypes are JAX names.
 
     Attributes:
       num_tokens, num_heads, num_kv_heads, head_size: T, Hq, H, D.
       num_positions, rotary_dim: shape of `cos_sin_cache`.
-      is_neox: pairs (d, d + rotary_dim/2), else (2j, 2j+1).
+      is_neox: the pairs are (d, d + rotary_dim/2), else (2j, 2j+1).
       query_dtype, key_dtype, value_dtype, table_dtype: the last is that of `cos_sin_cache`.
-      cache: None: nothing is written.
-      eps: of the norm; None: no norm. With a norm, query, key and value lie in one qkv array of `query_dtype`.
+      cache: None where nothing is written.
+      eps: of the norm, None for no norm. With a norm, query, key and value come in one qkv array of `query_dtype`.
       mrope_section: (t, h, w), or () for one position a token.
       is_interleaved: see `mrope_section` of `qk_norm_mrope_and_update_cache`.
     """
@@ -202,8 +204,6 @@ class RopeShape:
 ROTARY_KERNEL = "purepage.kernels.triton.rope:rotary_kernel"
 ROPE_UPDATE_KERNEL = "purepage.kernels.triton.fused_write:rope_update_kernel"
 
-MOST_HEADS = 4
-
 
 def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Program:
     """Launches of `rotary_embedding` and of the three fused writers: one kernel each.
@@ -211,7 +211,7 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
     Args:
       shape: what is static about the call.
       arch: see `purepage.kernels.archs`.
-      num_cus: compute units of the device; default: the arch's usual part.
+      num_cus: compute units of the device; default: those of the arch's usual product.
 
     Returns:
       A program with inputs query and key, or qkv, q_weight and k_weight; positions, cos_sin_cache; where it writes also value, and those of
@@ -226,57 +226,73 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
         "query_out": Buffer((shape.num_tokens, shape.num_heads, shape.head_size), shape.query_dtype),
         "key_out": Buffer((shape.num_tokens, shape.num_kv_heads, shape.head_size), shape.key_dtype),
     }
-    half, rest = shape.rotary_dim // 2, shape.head_size - shape.rotary_dim
-    half_pad, rest_pad = next_power_of_two(half), next_power_of_two(rest) if rest else 0
-    width = next_power_of_two(shape.head_size)
-    by_token = shape.cache is not None and writes_by_token(shape.cache.spec)
-    cus, heads = num_cus or facts.num_cus, MOST_HEADS
-    while heads > 1 and (shape.num_heads % heads or shape.num_kv_heads % heads):
-        heads //= 2
-    all_heads = shape.num_heads + shape.num_kv_heads
-
-    def tokens_for(heads: int) -> int:
-        at_least = BY_TOKEN_TOKENS if by_token else 1
-        return tokens_of_tile(shape.num_tokens, all_heads // heads, width, cus, at_least=at_least)
-
-    while heads > 1 and ceil_div(shape.num_tokens, tokens_for(heads)) * (all_heads // heads) < 2 * cus:
-        heads //= 2
-    tokens = tokens_for(heads)
-    # NEOX loads its halves apart: 16 bytes of each a lane on AMD; on an H200 8 bytes and twice the threads were 4 to 13 % faster.
-    loaded = half_pad if shape.is_neox and facts.vendor == "amd" else width
-    constants = {
-        "TOKENS": tokens,
-        "HEADS": heads,
-        "NUM_HEADS": shape.num_heads,
-        "NUM_KV_HEADS": shape.num_kv_heads,
-        "HEAD_SIZE": shape.head_size,
-        "NEOX": shape.is_neox,
-        "HALF": half,
-        "HALF_PAD": half_pad,
-        "REST_PAD": rest_pad,
-        "NUM_POSITIONS": shape.num_positions,
-        "Q_KIND": shape.query_dtype,
-        "K_KIND": shape.key_dtype,
-        "INTERPRETED": facts.vendor == "cpu",
-    }
+    cus = num_cus or facts.num_cus
+    tokens, heads = _rope_block(shape, cus)
+    spec = _rotary_spec(shape, facts, tokens, heads)
+    # NEOX loads its halves apart. On AMD a lane takes 16 bytes of each; on an H200 8 bytes and twice the threads were 4 to 13 % faster.
+    loaded = spec.half_pad if shape.is_neox and facts.vendor == "amd" else spec.head_pad
     names = ("query_out", "key_out", "query", "key", "positions", "cos_sin_cache")
     if shape.cache is not None:
         names = (
             *("query_out", "key_out", "cache", *(("qkv",) * 3 if shape.packed else ("query", "key", "value")), "q_weight", "k_weight"),
             *("positions", "cos_sin_cache", "slot_mapping", "k_scale", "v_scale", "layer"),
         )
-        constants |= _rope_write_constants(shape, facts)
     launch = Launch(
         kernel=ROTARY_KERNEL if shape.cache is None else ROPE_UPDATE_KERNEL,
-        grid=(ceil_div(shape.num_tokens, tokens) * (ceil_div(shape.num_heads, heads) + ceil_div(shape.num_kv_heads, heads)), 1, 1),
+        grid=(ceil_div(shape.num_tokens, tokens) * spec.groups, 1, 1),
         args=(*(name if name in inputs or name in outputs else None for name in names), shape.num_tokens),
         writes=("query_out", "key_out", *(() if shape.cache is None else ("cache",))),
-        constants=tuple(constants.items()),
+        constants=(("S", spec),),
         num_warps=warps_of_tile(tokens * loaded, facts),
         num_stages=1,
         options=EXACT,
     )
     return Program(shape.name, tuple(inputs.items()), tuple(outputs.items()), () if shape.cache is None else ("cache",), (), (launch,))
+
+
+def _rope_block(shape: RopeShape, cus: int) -> tuple[int, int]:
+    """(tokens, heads) of a program: as many heads as divide both counts, fewer while the grid does not cover the device twice."""
+    at_least = ADJACENT_TOKENS if shape.cache is not None and has_adjacent_tokens(shape.cache.spec) else 1
+    width, all_heads = next_power_of_two(shape.head_size), shape.num_heads + shape.num_kv_heads
+
+    def tokens_for(heads: int) -> int:
+        return tokens_of_block(shape.num_tokens, all_heads // heads, width, cus, at_least=at_least)
+
+    heads = MAX_BLOCK_HEADS
+    while heads > 1 and (shape.num_heads % heads or shape.num_kv_heads % heads):
+        heads //= 2
+    while heads > 1 and ceil_div(shape.num_tokens, tokens_for(heads)) * (all_heads // heads) < 2 * cus:
+        heads //= 2
+    return tokens_for(heads), heads
+
+
+def _rotary_spec(shape: RopeShape, arch: Arch, tokens: int, heads: int) -> RotarySpec:
+    query, key = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    half, rest = shape.rotary_dim // 2, shape.head_size - shape.rotary_dim
+    return RotarySpec(
+        block_tokens=tokens,
+        block_heads=heads,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        head_pad=next_power_of_two(shape.head_size),
+        is_neox=shape.is_neox,
+        half=half,
+        half_pad=next_power_of_two(half),
+        rest_pad=next_power_of_two(rest) if rest else 0,
+        num_positions=shape.num_positions,
+        query_dtype=shape.query_dtype,
+        key_dtype=shape.key_dtype,
+        query_row=query + 2 * key if shape.packed else query,
+        key_row=query + 2 * key if shape.packed else key,
+        key_start=query if shape.packed else 0,
+        value_start=query + key if shape.packed else 0,
+        mrope_section=tuple(shape.mrope_section),
+        is_interleaved=shape.is_interleaved,
+        eps=shape.eps or 0.0,
+        slots=None if shape.cache is None else cache_slots(shape.cache, arch),
+        interpreted=arch.vendor == "cpu",
+    )
 
 
 def _rope_inputs(shape: RopeShape) -> dict[str, Buffer]:
@@ -297,19 +313,3 @@ def _rope_inputs(shape: RopeShape) -> dict[str, Buffer]:
     inputs["positions"] = Buffer((3, tokens) if shape.mrope_section else (tokens,), "int32")
     inputs["cos_sin_cache"] = Buffer((shape.num_positions, shape.rotary_dim), shape.table_dtype)
     return inputs if shape.cache is None else {**inputs, **cache_inputs(shape.cache, tokens)}
-
-
-def _rope_write_constants(shape: RopeShape, arch: Arch) -> dict[str, Any]:
-    assert shape.cache is not None
-    query, key = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    return {
-        "HEAD_PAD": next_power_of_two(shape.head_size),
-        "Q_ROW": query + 2 * key if shape.packed else query,
-        "K_ROW": query + 2 * key if shape.packed else key,
-        "K_START": query if shape.packed else 0,
-        "V_START": query + key if shape.packed else 0,
-        "SECTION": tuple(shape.mrope_section),
-        "INTERLEAVED": shape.is_interleaved,
-        "EPS": shape.eps or 0.0,
-        **cache_constants(shape.cache, arch),
-    }

@@ -1,86 +1,84 @@
-"""The cache writer: this step's keys and values into their slots, in any layout and dtype."""
+"""The cache writer: stores the keys and values of this step's tokens in their slots, in every layout and dtype."""
 
 import triton
 import triton.language as tl
 
-from .common import side_base
-from .slots import side_scale, slot_offsets, store_channels, to_stored
+from .address import axis_offsets, dim_offsets, side_base
+from .rounding import to_stored
 
 
 @triton.jit
-def load_rows(rows, head, token, is_token, ROW: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """One head of a block of tokens; `rows` points at [tokens, ROW] with the head at head * HEAD_SIZE."""
-    d = tl.arange(0, HEAD_PAD)
-    source = rows + head * HEAD_SIZE + token.to(tl.int64)[:, None] * ROW + d[None, :]
-    return tl.load(source, mask=is_token[:, None] & (d < HEAD_SIZE)[None, :], other=0.0)
+def side_scale(scales, layer, head, SCALE_HEADS: tl.constexpr, SLOTS: tl.constexpr):
+    """The scale of one head of one layer; SCALE_HEADS is 1 where a layer has one scale."""
+    if SLOTS.is_quantized:
+        return tl.load(scales + layer * SCALE_HEADS + (head if SCALE_HEADS > 1 else 0))
+    else:
+        return 1.0
 
 
 @triton.jit
-def write_rows(
-    cache,
-    values,
-    scale,
-    layer,
-    head,
-    slot,
-    is_token,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    SIDE: tl.constexpr,
-):
-    """One side of one head of a block of tokens into its slots."""
-    d = tl.arange(0, HEAD_PAD)
-    ok = is_token & (slot >= 0) & (slot < NUM_SLOTS)
-    codes = to_stored(values, scale, STORED, HARDWARE_FP8, INTERPRETED)
-    store_channels(side_base(cache, layer, head, SIDE, STORED), slot_offsets(slot, BLOCK_SIZE, SIDE), d, codes, ok, d < HEAD_SIZE, SIDE)
+def slot_offsets(slot, STRIDES: tl.constexpr, SLOTS: tl.constexpr):
+    """Element offsets of slots within a layer and head, in 64 bits."""
+    block = (slot // SLOTS.block_size).to(tl.int64) * STRIDES.block
+    return block + axis_offsets(slot % SLOTS.block_size, STRIDES.token_outer, STRIDES.token, STRIDES.n_vector)
+
+
+@triton.jit
+def store_channels(head_base, slots, channel, values, slot_ok, channel_ok, STRIDES: tl.constexpr):
+    """Stores values [tokens, channels] at slot offsets [tokens] and channels [channels] of one head.
+
+    Where the tokens of a block are adjacent in memory, threads run along the tokens, so that neighbours write adjacent elements.
+    """
+    channels = dim_offsets(channel, STRIDES)
+    if STRIDES.n_vector > 1 or STRIDES.token_outer == 1:
+        pointers = head_base + (channels[:, None] + slots[None, :])
+        tl.store(pointers, tl.trans(values), mask=channel_ok[:, None] & slot_ok[None, :])
+    else:
+        pointers = head_base + (slots[:, None] + channels[None, :])
+        tl.store(pointers, values, mask=slot_ok[:, None] & channel_ok[None, :])
+
+
+@triton.jit
+def load_rows(rows, head, token, is_token, ROW: tl.constexpr, S: tl.constexpr):
+    """One head of a block of tokens; `rows` points to [tokens, ROW] with the head at column head * head_size."""
+    d = tl.arange(0, S.head_pad)
+    source = rows + head * S.head_size + token.to(tl.int64)[:, None] * ROW + d[None, :]
+    return tl.load(source, mask=is_token[:, None] & (d < S.head_size)[None, :], other=0.0)
+
+
+@triton.jit
+def write_rows(cache, values, scale, layer, head, slot, is_token, STRIDES: tl.constexpr, S: tl.constexpr):
+    """Stores one side of one head of a block of tokens in its slots."""
+    d = tl.arange(0, S.head_pad)
+    ok = is_token & (slot >= 0) & (slot < S.slots.num_slots)
+    codes = to_stored(values, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
+    base = side_base(cache, layer, head, STRIDES, S.slots.dtype)
+    store_channels(base, slot_offsets(slot, STRIDES, S.slots), d, codes, ok, d < S.head_size, STRIDES)
 
 
 @triton.jit
 def update_cache_kernel(
-    cache,
-    key,
-    value,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    layer,
-    num_tokens,
-    TOKENS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STORED: tl.constexpr,
-    K_SCALE_HEADS: tl.constexpr,
-    V_SCALE_HEADS: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    K_SIDE: tl.constexpr,
-    V_SIDE: tl.constexpr,
+    cache,  # buffer of the cache, model dtype or bits of fp8; written in place
+    key,  # [T, H, D] model dtype
+    value,  # [T, H, D] model dtype
+    slot_mapping,  # [T] i32; outside [0, B * N): the token is not stored
+    k_scale,  # [L] or [L, H] f32, or None where the cache is not quantized
+    v_scale,  # [L] or [L, H] f32, or None where the cache is not quantized
+    layer,  # [1] i32
+    num_tokens,  # i32: T
+    S: tl.constexpr,  # UpdateSpec
 ):
-    """Grid: blocks of TOKENS tokens x KV heads."""
+    """Grid: blocks of tokens x KV heads."""
     program = tl.program_id(0)
-    head = program % NUM_KV_HEADS
-    token = program // NUM_KV_HEADS * TOKENS + tl.arange(0, TOKENS)
+    head = program % S.num_kv_heads
+    token = program // S.num_kv_heads * S.block_tokens + tl.arange(0, S.block_tokens)
     is_token = token < num_tokens
-    # Every load before the first use of one: a program is too short to wait more than once.
+    # Every load is issued before the first use of one: the program is too short to wait more than once.
     slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
     layer_index = tl.load(layer)
-    key_rows = load_rows(key, head, token, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD)
-    value_rows = load_rows(value, head, token, is_token, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE, HEAD_PAD)
-    key_scale = side_scale(k_scale, layer_index, head, STORED, K_SCALE_HEADS)
-    value_scale = side_scale(v_scale, layer_index, head, STORED, V_SCALE_HEADS)
-    write_rows(
-        cache, key_rows, key_scale, layer_index, head, slot, is_token, HEAD_SIZE, HEAD_PAD,
-        NUM_SLOTS, BLOCK_SIZE, STORED, HARDWARE_FP8, INTERPRETED, K_SIDE,
-    )  # fmt: skip
-    write_rows(
-        cache, value_rows, value_scale, layer_index, head, slot, is_token, HEAD_SIZE, HEAD_PAD,
-        NUM_SLOTS, BLOCK_SIZE, STORED, HARDWARE_FP8, INTERPRETED, V_SIDE,
-    )  # fmt: skip
+    key_rows = load_rows(key, head, token, is_token, S.num_kv_heads * S.head_size, S)
+    value_rows = load_rows(value, head, token, is_token, S.num_kv_heads * S.head_size, S)
+    key_scale = side_scale(k_scale, layer_index, head, S.slots.k_scale_heads, S.slots)
+    value_scale = side_scale(v_scale, layer_index, head, S.slots.v_scale_heads, S.slots)
+    write_rows(cache, key_rows, key_scale, layer_index, head, slot, is_token, S.slots.key, S)
+    write_rows(cache, value_rows, value_scale, layer_index, head, slot, is_token, S.slots.value, S)

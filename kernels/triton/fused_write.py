@@ -1,148 +1,92 @@
-"""Rotary embedding and the cache write in one pass over the tokens, after the norm of queries and keys if asked: one kernel for all three.
+"""Rotary embedding and the cache write in one pass over the tokens, after the norm of queries and keys where one is asked for.
 
-Every element is read once and written once. What goes into the cache is the rounded key that also comes back, so that the fused call stores
-the bits that separate calls do.
+Every element is read once and written once. The cache gets the rounded key that the call also returns, so the fused call stores the bits
+that separate calls store.
 """
 
 import triton
 import triton.language as tl
 
-from .cache_write import load_rows, write_rows
-from .common import side_base
-from .rope import head_rows, load_cos_sin, load_head, normed_head, rotate, rotate_heads, store_turned
-from .slots import side_scale, slot_offsets, store_channels, to_stored
+from .address import side_base
+from .cache_write import load_rows, side_scale, slot_offsets, store_channels, write_rows
+from .rope import head_rows, interleaved, load_cos_sin, load_head, normed_head, rotate, rotate_heads, store_head
+from .rounding import to_stored
 
 
 @triton.jit
-def store_head(
-    head_base,
-    slots,
-    slot_ok,
-    scale,
-    first,
-    second,
-    rest,
-    NEOX: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    STORED: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    SIDE: tl.constexpr,
-):
-    """A rotated head into its slots."""
-    first = to_stored(first, scale, STORED, HARDWARE_FP8, INTERPRETED)
-    second = to_stored(second, scale, STORED, HARDWARE_FP8, INTERPRETED)
-    j = tl.arange(0, HALF_PAD)
-    if NEOX:
-        store_channels(head_base, slots, j, first, slot_ok, j < HALF, SIDE)
-        store_channels(head_base, slots, j + HALF, second, slot_ok, j < HALF, SIDE)
+def store_key(head_base, slots, slot_ok, scale, first, second, rest, S: tl.constexpr):
+    """Stores a rotated key in its slots."""
+    first = to_stored(first, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
+    second = to_stored(second, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
+    j = tl.arange(0, S.half_pad)
+    if S.is_neox:
+        store_channels(head_base, slots, j, first, slot_ok, j < S.half, S.slots.key)
+        store_channels(head_base, slots, j + S.half, second, slot_ok, j < S.half, S.slots.key)
     else:
-        i = tl.arange(0, 2 * HALF_PAD)
-        both = tl.reshape(tl.join(first, second), [first.shape[0], 2 * HALF_PAD])
-        store_channels(head_base, slots, i, both, slot_ok, i < 2 * HALF, SIDE)
-    if REST_PAD > 0:
-        i = 2 * HALF + tl.arange(0, REST_PAD)
-        rest = to_stored(rest, scale, STORED, HARDWARE_FP8, INTERPRETED)
-        store_channels(head_base, slots, i, rest, slot_ok, i < HEAD_SIZE, SIDE)
+        i = tl.arange(0, 2 * S.half_pad)
+        store_channels(head_base, slots, i, interleaved(first, second, S), slot_ok, i < S.rotary_dim, S.slots.key)
+    if S.rest_pad > 0:
+        i = S.rotary_dim + tl.arange(0, S.rest_pad)
+        rest = to_stored(rest, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
+        store_channels(head_base, slots, i, rest, slot_ok, i < S.head_size, S.slots.key)
 
 
 @triton.jit
 def rope_update_kernel(
-    q_out,
-    k_out,
-    cache,
-    query,
-    key,
-    value,
-    q_weight,
-    k_weight,
-    positions,
-    cos_sin,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    layer,
-    num_tokens,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    Q_ROW: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_START: tl.constexpr,
-    V_START: tl.constexpr,
-    NEOX: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    NUM_POSITIONS: tl.constexpr,
-    SECTION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    EPS: tl.constexpr,
-    Q_KIND: tl.constexpr,
-    K_KIND: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    STORED: tl.constexpr,
-    K_SCALE_HEADS: tl.constexpr,
-    V_SCALE_HEADS: tl.constexpr,
-    HARDWARE_FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    K_SIDE: tl.constexpr,
-    V_SIDE: tl.constexpr,
+    query_out,  # [T, Hq, D] dtype of query
+    key_out,  # [T, H, D] dtype of key
+    cache,  # buffer of the cache, model dtype or bits of fp8; written in place
+    query,  # [T, Hq, D] model dtype, or qkv [T, (Hq + 2 * H) * D]
+    key,  # [T, H, D] model dtype, or qkv
+    value,  # [T, H, D] model dtype, or qkv
+    q_weight,  # [D] f32 of the norm, or None
+    k_weight,  # [D] f32 of the norm, or None
+    positions,  # [T] i32, [3, T] with mrope
+    cos_sin,  # [P, R] float: cosines of the pairs, then their sines
+    slot_mapping,  # [T] i32; outside [0, B * N): the token is not stored
+    k_scale,  # [L] or [L, H] f32, or None where the cache is not quantized
+    v_scale,  # [L] or [L, H] f32, or None where the cache is not quantized
+    layer,  # [1] i32
+    num_tokens,  # i32: T
+    S: tl.constexpr,  # RotarySpec
 ):
-    """Grid: blocks of TOKENS tokens x groups of HEADS query heads, then of HEADS KV heads.
-
-    Queries lie at rows of Q_ROW elements, keys and values at rows of K_ROW from K_START and V_START on: apart, or in one qkv buffer.
-    """
-    Q_GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    GROUPS: tl.constexpr = Q_GROUPS + (NUM_KV_HEADS + HEADS - 1) // HEADS
+    """Grid: blocks of tokens x (groups of query heads, then groups of KV heads)."""
     program = tl.program_id(0)
-    group = program % GROUPS
-    token = program // GROUPS * TOKENS + tl.arange(0, TOKENS)
+    group = program % S.groups
+    token = program // S.groups * S.block_tokens + tl.arange(0, S.block_tokens)
     is_token = token < num_tokens
-    if group < Q_GROUPS:
+    if group < S.query_groups:
+        q_head = group * S.block_heads
         rotate_heads(
-            q_out, query, q_weight, token, group * HEADS, num_tokens, positions, cos_sin, HEADS, NUM_HEADS, Q_ROW, HEAD_SIZE, NEOX, HALF,
-            HALF_PAD, REST_PAD, NUM_POSITIONS, SECTION, INTERLEAVED, EPS, Q_KIND, INTERPRETED,
+            query_out, query, q_weight, token, q_head, num_tokens, positions, cos_sin, S.num_heads, S.query_row, S.query_dtype, S
         )  # fmt: skip
     else:
-        # As `rotate_heads`, with each head's value beside it and both into the cache.
-        k_head = (group - Q_GROUPS) * HEADS
-        k_rows, k_ok = head_rows(key + K_START, token, k_head, num_tokens, NUM_KV_HEADS, K_ROW, HEAD_SIZE)
-        k_ahead = load_head(k_rows, k_ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
-        v_ahead = load_rows(value + V_START, k_head, token, k_ok, K_ROW, HEAD_SIZE, HEAD_PAD)
+        # As `rotate_heads`, with the value of each head beside its key and both stored in the cache.
+        k_head = (group - S.query_groups) * S.block_heads
+        k_rows, k_ok = head_rows(key + S.key_start, token, k_head, num_tokens, S.num_kv_heads, S.key_row, S)
+        k_ahead = load_head(k_rows, k_ok, S)
+        v_ahead = load_rows(value + S.value_start, k_head, token, k_ok, S.key_row, S)
         slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
         layer_index = tl.load(layer)
-        k_cos, k_sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, NUM_POSITIONS, HALF, HALF_PAD, SECTION, INTERLEAVED)
-        offsets = slot_offsets(slot, BLOCK_SIZE, K_SIDE)
-        for i in tl.static_range(HEADS):
-            # A group may end past the last head: whose scale and place are then head 0's, and nothing is stored.
-            real = tl.where(k_head + i < NUM_KV_HEADS, k_head + i, 0)
+        k_cos, k_sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, S)
+        offsets = slot_offsets(slot, S.slots.key, S.slots)
+        COUNT: tl.constexpr = S.block_heads
+        for i in tl.static_range(COUNT):
+            # A group can end past the last head. It then takes scale and place of head 0 and stores nothing.
+            real = tl.where(k_head + i < S.num_kv_heads, k_head + i, 0)
             k_first, k_second, k_rest = k_ahead
             v_rows = v_ahead
-            if i + 1 < HEADS:
-                k_rows, k_ok = head_rows(key + K_START, token, k_head + i + 1, num_tokens, NUM_KV_HEADS, K_ROW, HEAD_SIZE)
-                k_ahead = load_head(k_rows, k_ok, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
-                v_ahead = load_rows(value + V_START, k_head + i + 1, token, k_ok, K_ROW, HEAD_SIZE, HEAD_PAD)
-            key_scale = side_scale(k_scale, layer_index, real, STORED, K_SCALE_HEADS)
-            value_scale = side_scale(v_scale, layer_index, real, STORED, V_SCALE_HEADS)
-            k_first, k_second, k_rest = normed_head(
-                k_first, k_second, k_rest, k_weight, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, EPS, K_KIND, INTERPRETED
-            )  # fmt: skip
-            k_first, k_second = rotate(k_first, k_second, k_cos, k_sin, K_KIND, INTERPRETED)
-            k_to, k_is_row = head_rows(k_out, token, k_head + i, num_tokens, NUM_KV_HEADS, NUM_KV_HEADS * HEAD_SIZE, HEAD_SIZE)
-            store_turned(k_to, k_is_row, k_first, k_second, k_rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD)
-            store_head(
-                side_base(cache, layer_index, real, K_SIDE, STORED), offsets, k_is_row & (slot >= 0) & (slot < NUM_SLOTS), key_scale,
-                k_first, k_second, k_rest, NEOX, HALF, HALF_PAD, HEAD_SIZE, REST_PAD, STORED, HARDWARE_FP8, INTERPRETED, K_SIDE,
-            )  # fmt: skip
-            write_rows(
-                cache, v_rows, value_scale, layer_index, real, slot, k_is_row, HEAD_SIZE, HEAD_PAD,
-                NUM_SLOTS, BLOCK_SIZE, STORED, HARDWARE_FP8, INTERPRETED, V_SIDE,
-            )  # fmt: skip
+            if i + 1 < COUNT:
+                k_rows, k_ok = head_rows(key + S.key_start, token, k_head + i + 1, num_tokens, S.num_kv_heads, S.key_row, S)
+                k_ahead = load_head(k_rows, k_ok, S)
+                v_ahead = load_rows(value + S.value_start, k_head + i + 1, token, k_ok, S.key_row, S)
+            key_scale = side_scale(k_scale, layer_index, real, S.slots.k_scale_heads, S.slots)
+            value_scale = side_scale(v_scale, layer_index, real, S.slots.v_scale_heads, S.slots)
+            k_first, k_second, k_rest = normed_head(k_first, k_second, k_rest, k_weight, S.key_dtype, S)
+            k_first, k_second = rotate(k_first, k_second, k_cos, k_sin, S.key_dtype, S.interpreted)
+            k_to, k_is_row = head_rows(key_out, token, k_head + i, num_tokens, S.num_kv_heads, S.num_kv_heads * S.head_size, S)
+            store_head(k_to, k_is_row, k_first, k_second, k_rest, S)
+            key_base = side_base(cache, layer_index, real, S.slots.key, S.slots.dtype)
+            key_ok = k_is_row & (slot >= 0) & (slot < S.slots.num_slots)
+            store_key(key_base, offsets, key_ok, key_scale, k_first, k_second, k_rest, S)
+            write_rows(cache, v_rows, value_scale, layer_index, real, slot, k_is_row, S.slots.value, S)

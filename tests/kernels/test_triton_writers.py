@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from purepage.bridges.execute import run  # noqa: E402
-from purepage.kernels.triton.slots import divided, quantized  # noqa: E402
+from purepage.kernels.triton.rounding import divided, quantized  # noqa: E402
 
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 FP8 = tuple(getattr(ml_dtypes, f"float8_{kind}") for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
@@ -202,8 +202,8 @@ def test_a_plan_fits_its_arch_and_covers_every_token(arch):
             spec = pp.CacheSpec(num_blocks=9, block_size=64, num_kv_heads=8, head_size=128, content=content)
             shape = UpdateShape(num_tokens=tokens, cache=CacheShape(spec=spec), key_dtype="bfloat16", value_dtype="bfloat16")
             (launch,) = plan_update_cache(shape, arch).launches
-            constants = dict(launch.constants)
-            assert launch.grid[0] == -(-tokens // constants["TOKENS"]) * spec.num_kv_heads
+            constants = dict(launch.constants)["S"]
+            assert launch.grid[0] == -(-tokens // constants.block_tokens) * spec.num_kv_heads
             assert launch.num_warps * ARCHS[arch].wave_size <= ARCHS[arch].max_threads
 
 
