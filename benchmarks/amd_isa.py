@@ -1,13 +1,16 @@
-"""What every Triton kernel needs of every AMD architecture, compiled without a GPU: `python -m benchmarks.amd_isa`.
+"""Resources of every Triton kernel on every AMD architecture, compiled without a GPU: `python -m benchmarks.amd_isa`.
 
+`--hashes FILE` writes a hash of each kernel's instructions instead, for one architecture of each family, and `--compare FILE` prints the
+kernels whose instructions differ from those of such a file: a refactoring proves with it that it changed no machine code.
 Writes the table `benchmarks/results/amd_isa.md`, and all fields to `.cache/benchmarks/amd_isa.json`, which git ignores. `VARIANTS` is
 the grid; the tests take it from here.
 """
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,12 +38,12 @@ OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 
 
 def native_fp8(arch: str) -> str:
-    """The e4m3 kind that the architecture converts in hardware; where it has none, the one that its caches usually hold."""
+    """The e4m3 kind that the architecture converts in hardware, or where it has none, the one that its caches usually hold."""
     return FNUZ if FNUZ in arch_facts(arch).hardware_fp8 else OCP
 
 
 def foreign_fp8(arch: str) -> str:
-    """An e4m3 kind that the architecture does not convert: the kernels decode it themselves."""
+    """An e4m3 kind that the architecture does not convert, so that the kernels decode it with integer operations."""
     return OCP if FNUZ in arch_facts(arch).hardware_fp8 else FNUZ
 
 
@@ -223,18 +226,18 @@ VARIANTS: Mapping[str, Callable[[str], Program]] = {
     "qk-norm+mrope+write D128 native fp8": rope(128, "native", eps=1e-6, mrope_section=(24, 20, 20)),
     "merge D128": merge(128),
 }
-"""By what they are called in the table: for an arch the program that its tuning tables choose."""
+"""Variants by their names in the table: the program that the configurations of an architecture give."""
 
 
 @dataclass(frozen=True)
 class Row:
     variant: str
     job: Job
-    needs: ResourceUsage
+    usage: ResourceUsage
 
 
 def _planned(plan: Callable[[str], Program], arch: str) -> Program:
-    """The program; one without launches where the plan refuses the arch."""
+    """The program, or one without launches where the plan refuses the architecture."""
     try:
         return plan(arch)
     except UnsupportedError as error:
@@ -242,26 +245,26 @@ def _planned(plan: Callable[[str], Program], arch: str) -> Program:
 
 
 def rows_of(variants: Mapping[str, Callable[[str], Program]], archs: tuple[str, ...], processes: int) -> Iterator[Row]:
-    """Compiles each kernel of each variant for each arch; a kernel that several variants share has a row under each."""
+    """Compiles each kernel of each variant for each architecture. A kernel that several variants share has a row under each."""
     named = [(name, job) for arch in archs for name, plan in variants.items() for job in jobs_of(_planned(plan, arch), arch)]
-    needs = compile_for([job for _, job in named], cache_dir=CACHE, processes=processes)
-    return (Row(name, job, need) for (name, job), need in zip(named, needs, strict=True))
+    usage = compile_for([job for _, job in named], cache_dir=CACHE, processes=processes)
+    return (Row(name, job, need) for (name, job), need in zip(named, usage, strict=True))
 
 
 MATRIX_KERNELS = ("paged_attention_prefill", "paged_attention_decode", "encoder_attention")
 
 
-def faults(row: Row) -> list[str]:
-    """The bars that a kernel fails; empty where it keeps them all."""
-    needs, limits = row.needs, arch_facts(row.job.arch)
-    if needs.error:
-        return [f"does not compile: {needs.error}"]
+def failed_thresholds(row: Row) -> list[str]:
+    """The thresholds that a kernel fails: no spills, LDS within the limits, matrix instructions, loads of 128 bits."""
+    usage, limits = row.usage, arch_facts(row.job.arch)
+    if usage.error:
+        return [f"does not compile: {usage.error}"]
     found = []
-    if needs.scratch_bytes or needs.vgpr_spills:
-        found.append(f"{needs.vgpr_spills} spilled VGPRs, {needs.scratch_bytes} bytes of scratch")
-    if needs.lds_bytes > limits.shared_bytes:
-        found.append(f"{needs.lds_bytes} bytes of LDS, the arch has {limits.shared_bytes}")
-    if needs.kernel not in MATRIX_KERNELS:
+    if usage.scratch_bytes or usage.vgpr_spills:
+        found.append(f"{usage.vgpr_spills} spilled VGPRs, {usage.scratch_bytes} bytes of scratch")
+    if usage.lds_bytes > limits.shared_bytes:
+        found.append(f"{usage.lds_bytes} bytes of LDS, the arch has {limits.shared_bytes}")
+    if usage.kernel not in MATRIX_KERNELS:
         return found
     launch = row.job.launch
     spec = dict(launch.constants)["S"]
@@ -274,14 +277,14 @@ def faults(row: Row) -> list[str]:
     )
     rows, tile, head, channels = spec.block_m, spec.block_n, spec.head_pad, spec.reload_query
     guard = shared_bytes(sizes, limits, rows=rows, tile=tile, num_stages=launch.num_stages, reload_query=channels)
-    if needs.lds_bytes > guard:
-        found.append(f"{needs.lds_bytes} bytes of LDS, the plan reckoned with {guard} at most")
-    if not needs.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
+    if usage.lds_bytes > guard:
+        found.append(f"{usage.lds_bytes} bytes of LDS, the plan assumes {guard} at most")
+    if not usage.matrix_ops and not (compute == "float32" and limits.matrix == "wmma"):
         found.append("no matrix instruction")
     edge = spec.masked_block_n
     held = min(rows, spec.block_heads * spec.block_tokens)
-    # A tile of keys and one of values in each of two loops (with and without masks), and the query once: 16 bytes a thread at a time, where
-    # there are as many for each thread.
+    # Loads of 16 bytes a thread: a tile of keys and one of values in each of two loops (with and without masks), and the query once, as far
+    # as each has 16 bytes for every thread.
     threads = launch.num_warps * limits.wave_size
     wide = sum(
         times * (elements * jnp.dtype(kind).itemsize // (16 * threads))
@@ -293,8 +296,8 @@ def faults(row: Row) -> list[str]:
             (1, held * (channels or head), query),
         )
     )
-    if dict(needs.loads).get(128, 0) < wide:
-        found.append(f"loads by bits {dict(needs.loads)}: fewer than {wide} of 128 bits")
+    if dict(usage.loads).get(128, 0) < wide:
+        found.append(f"loads by bits {dict(usage.loads)}: fewer than {wide} of 128 bits")
     return found
 
 
@@ -309,11 +312,12 @@ def _tile(job: Job) -> str:
 def table(rows: list[Row]) -> str:
     """The report as Markdown, one table for each architecture."""
     text = [
-        "# What the Triton kernels need of AMD GPUs",
+        "# Resources of the Triton kernels on AMD GPUs",
         "",
         "Compiled without a GPU by `python -m benchmarks.amd_isa`, in the configurations that the tuning tables choose. Not timed.",
         "VGPRs include AGPRs. Spilled SGPRs go to lanes of a VGPR: where scratch is 0 bytes none reached memory. Loads are counted in",
-        "the text, not as they run. The tile column gives ROWS x TOKENS x TILE, as far as a kernel has them, and the waves of a workgroup.",
+        "the assembly, not as they run. The tile column gives block_m x block_tokens x block_n, as far as a kernel has them, and the waves",
+        "of a workgroup.",
     ]
     for arch in dict.fromkeys(row.job.arch for row in rows):
         text += ["", f"## {arch}", "", f"| variant | kernel | tile | {' | '.join(COLUMNS)} |", "|---|---|---|" + "---:|" * len(COLUMNS)]
@@ -323,7 +327,7 @@ def table(rows: list[Row]) -> str:
         for row in rows:
             if row.job.arch != arch:
                 continue
-            n = row.needs
+            n = row.usage
             cells = (
                 [n.error, *[""] * (len(COLUMNS) - 1)]
                 if n.error
@@ -336,14 +340,49 @@ def table(rows: list[Row]) -> str:
     return "\n".join(text) + "\n"
 
 
+HASHED_ARCHS = ("gfx942", "gfx950", "gfx1100", "sm_90")
+"""An architecture of each family of instructions."""
+
+
+def code_hashes(rows: Iterable[Row]) -> dict[str, str]:
+    """Hashes of the launches of each variant on each architecture, in order; a kernel that does not compile has its error."""
+    hashes: dict[str, list[str]] = {}
+    for row in rows:
+        hashes.setdefault(f"{row.job.arch}|{row.variant}", []).append(row.usage.error or row.usage.code_hash)
+    return {name: " ".join(parts) for name, parts in hashes.items()}
+
+
+def differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """One line for each variant and architecture of `after` whose instructions differ from those of `before`."""
+    missing = "not in the file"
+    return [f"{name}: {before.get(name, missing)} -> {found}" for name, found in after.items() if before.get(name) != found]
+
+
+def write_or_compare_hashes(rows: Iterable[Row], write: Path | None, compare: Path | None) -> int:
+    """The exit status: 1 where something differs. A file that exists keeps its other entries."""
+    found = code_hashes(rows)
+    if write is not None:
+        kept = json.loads(write.read_text()) if write.exists() else {}
+        write.write_text(json.dumps({**kept, **found}, indent=0) + "\n")
+    changed = [] if compare is None else differences(json.loads(compare.read_text()), found)
+    print("\n".join([*changed, f"{len(found)} variants, {len(changed)} differ"]))
+    return 1 if changed else 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", action="append", choices=ARCHS, help="only this architecture, nothing is written (may be repeated)")
-    parser.add_argument("--only", default="", help="only variants whose name contains this, nothing is written")
+    choices = tuple(dict.fromkeys((*ARCHS, *HASHED_ARCHS)))
+    parser.add_argument("--arch", action="append", choices=choices, help="only this architecture, no table is written (may be repeated)")
+    parser.add_argument("--only", default="", help="only variants whose name contains this, no table is written")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hashes", type=Path, metavar="FILE", help="write hashes of the instructions to this file")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="compare the instructions with the hashes of this file")
     options = parser.parse_args()
     start = time.time()
     variants = {name: plan for name, plan in VARIANTS.items() if options.only in name}
+    if options.hashes or options.compare:
+        rows = rows_of(variants, tuple(options.arch or HASHED_ARCHS), options.processes)
+        sys.exit(write_or_compare_hashes(rows, options.hashes, options.compare))
     rows = list(rows_of(variants, tuple(options.arch or ARCHS), options.processes))
     text = table(rows)
     if options.arch or options.only:
@@ -351,13 +390,13 @@ def main() -> None:
     else:
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / "amd_isa.md").write_text(text)
-        records = [{"variant": r.variant, **asdict(r.needs), "loads": dict(r.needs.loads), "facts": r.job.launch.facts} for r in rows]
+        records = [{"variant": r.variant, **asdict(r.usage), "loads": dict(r.usage.loads), "facts": r.job.launch.facts} for r in rows]
         summary.RAW.mkdir(parents=True, exist_ok=True)
         (summary.RAW / "amd_isa.json").write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
-    bad = [(row, fault) for row in rows for fault in faults(row)]
-    print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(bad)} fail a bar")
-    for row, fault in bad:
-        print(f"  {row.job.arch} {row.needs.kernel} [{_tile(row.job)}] {row.variant}: {fault}")
+    failed = [(row, text) for row in rows for text in failed_thresholds(row)]
+    print(f"{len(rows)} kernels in {time.time() - start:.0f} s; {len(failed)} fail a threshold")
+    for row, text in failed:
+        print(f"  {row.job.arch} {row.usage.kernel} [{_tile(row.job)}] {row.variant}: {text}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The main loop of a compiled AMD kernel: found in the assembly, counted by instruction, and timed on paper.
+"""The main loop of a compiled AMD kernel: it is found in the assembly, counted by instruction, and timed on paper.
 
-The main loop is a loop (from its label to the last branch back to it) that has matrix instructions, and no loop with matrix instructions
-inside; of several the one with the fewest instructions: the others are its copies that mask.
+A loop reaches from its label to the last branch back to it. The main loop has matrix instructions and no inner loop with matrix
+instructions. Of several such loops it is the one with the fewest instructions, since the others are its copies with masks.
 """
 
 import re
@@ -23,7 +23,7 @@ _WAIT = re.compile(r"(vmcnt|lgkmcnt)\((\d+)\)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """`label`: the line is a label, `name` its name."""
+    """One line of assembly. With `label` it is a label, and `name` is the label's name."""
 
     name: str
     operands: str = ""
@@ -55,8 +55,8 @@ def main_loop(text: str, load_bytes: int = 0) -> list[Instruction]:
     """Labels and instructions of the main loop; empty where no loop has matrix instructions.
 
     Args:
-      text: of the kernel.
-      load_bytes: of a lane, that a pass through the main loop loads at least: loops over smaller tiles, which mask, are passed over.
+      text: assembly of the kernel.
+      load_bytes: bytes that one lane loads at least in one iteration; loops that load less, over smaller masked tiles, are skipped.
     """
     code = instructions(text)
     found = [(begin, end) for begin, end in loops(code) if any(is_matrix(line) for line in code[begin:end])]
@@ -71,7 +71,7 @@ def is_matrix(line: Instruction) -> bool:
 
 
 def is_vector(line: Instruction) -> bool:
-    """Runs on the vector ALU, the matrix unit's instructions left out."""
+    """Whether it runs on the vector ALU and is no matrix instruction."""
     return line.name.startswith("v_") and not is_matrix(line)
 
 
@@ -80,13 +80,13 @@ def is_transcendental(line: Instruction) -> bool:
 
 
 def load_bits(line: Instruction) -> int:
-    """Width of a load from global memory, of one lane; 0 for anything else."""
+    """Bits that one lane loads from global memory; 0 for other instructions."""
     kind = _LOAD.match(line.name)
     return 0 if kind is None else next((bits for bits, names in LOADS.items() if re.fullmatch(names, kind[1])), 0)
 
 
 def lds_bytes(line: Instruction) -> int:
-    """Bytes that one lane moves to or from shared memory, which a permutation between lanes passes through too; else 0."""
+    """Bytes that one lane moves to or from shared memory, or through it in a permutation between lanes; 0 for other instructions."""
     if not line.name.startswith("ds_"):
         return 0
     size = re.search(r"_(?:[bui])(\d+)", line.name)
@@ -99,7 +99,7 @@ def is_lds_write(line: Instruction) -> bool:
 
 
 def matrix_shape(line: Instruction) -> tuple[int, int, int, str]:
-    """(M, N, K, kind of the operands) of a matrix instruction."""
+    """(M, N, K, dtype of the operands) of a matrix instruction."""
     shape = _SHAPE.search(line.name)
     if shape is None:
         raise ValueError(f"matrix instruction of unknown shape: {line.name}")
@@ -112,8 +112,10 @@ def matrix_flops(line: Instruction) -> int:
 
 
 def matrix_cycles(line: Instruction) -> int:
-    """Cycles that one SIMD's matrix unit is busy, on CDNA 3 and 4: AMD's matrix instruction calculator, and its table in "Matrix Core
-    Programming on AMD CDNA3 and CDNA4 architecture" (ROCm blogs). 16-bit and fp8 operands only, and float32.
+    """Cycles for which a matrix instruction occupies the matrix unit of one SIMD on CDNA 3 and 4, with 16-bit, fp8 or float32 operands.
+
+    Sources: AMD's matrix instruction calculator, and the table in "Matrix Core Programming on AMD CDNA3 and CDNA4 architecture" (ROCm
+    blogs).
     """
     m, _, k, kind = matrix_shape(line)
     cycles = {16: 16, 32: 32}[m]
@@ -124,17 +126,20 @@ def matrix_cycles(line: Instruction) -> int:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one pass through a loop body holds, for one wave; a conditional block or an inner loop counts once.
+    """Instructions of one iteration of a loop, for one wave. A conditional block or an inner loop counts once.
 
     Attributes:
       matrix: matrix instructions by mnemonic.
       loads: loads from global memory by width in bits.
-      vector, transcendental: other vector instructions, and those of them at a fraction of the rate.
-      selects: v_cndmask among them: masks, and bf16 rounding where the arch does not convert.
-      lane_moves: v_readfirstlane among them.
-      lds_read, lds_write: bytes a lane moves; lds_ops: instructions that do.
+      vector: other vector instructions.
+      transcendental: vector instructions at a fraction of the rate.
+      selects: v_cndmask instructions, of masks and of bfloat16 rounding where the architecture does not convert.
+      lane_moves: v_readfirstlane instructions.
+      lds_read, lds_write: bytes that one lane reads and writes.
+      lds_ops: instructions that read or write shared memory.
       scratch: loads and stores of spilled registers.
-      barriers, inner_loops: a loop around one load goes over the values of its address (a waterfall).
+      barriers: s_barrier instructions.
+      inner_loops: loops inside; one around a single load is a waterfall over the values of its address.
       scalar_loads: s_load.
     """
 
@@ -154,12 +159,12 @@ class Counts:
 
     @property
     def load_bytes(self) -> int:
-        """Of one lane."""
+        """Bytes that one lane loads."""
         return sum(bits * count for bits, count in self.loads) // 8
 
     @property
     def bytes_per_load(self) -> float:
-        """Mean bytes of a lane of those loads that bring more than a block id."""
+        """Mean bytes that one lane loads in an instruction that loads more than a block id."""
         wide = [(bits, count) for bits, count in self.loads if bits > 32] or list(self.loads)
         return sum(bits * count for bits, count in wide) / 8 / max(1, sum(count for _, count in wide))
 
@@ -189,12 +194,12 @@ def count(body: Sequence[Instruction]) -> Counts:
 
 @dataclass(frozen=True)
 class Alone:
-    """One wave with its SIMD to itself.
+    """Time of one wave that has its SIMD to itself.
 
     Attributes:
-      cycles: of one pass through the loop, once it repeats.
-      stalled: those of them spent waiting for global memory.
-      in_flight: most bytes of one lane that global loads have on their way at a time, of loads wider than a block id.
+      cycles: cycles of one iteration in the steady state.
+      stalled: cycles among them that wait for global memory.
+      in_flight: most bytes of one lane in flight at a time, of loads wider than a block id.
     """
 
     cycles: int
@@ -203,16 +208,17 @@ class Alone:
 
 
 ISSUE = 4
-"""Cycles between two instructions of one wave, and those that a vector instruction of 64 lanes keeps its 16-lane SIMD busy."""
+"""Cycles between two instructions of one wave, and cycles for which a vector instruction of 64 lanes occupies its 16-lane SIMD."""
 LDS_LATENCY = 64
 
 
 def alone(body: Sequence[Instruction], *, wide_latency: int, narrow_latency: int, transcendental: int) -> Alone:
-    """Times the loop as one wave runs it in order: waits as the assembly says, registers only where a matrix instruction wrote them.
+    """Times the loop as one wave runs it, in order. It waits where the assembly waits and for the results of matrix instructions.
 
     Args:
-      wide_latency, narrow_latency: cycles until a load of more than 32 bits, or of at most that, has its value.
-      transcendental: cycles of such an instruction.
+      body: labels and instructions of the loop.
+      wide_latency, narrow_latency: cycles until a load of more than 32 bits, or of at most 32, has its value.
+      transcendental: cycles of a transcendental instruction.
     """
     now, stalled, pipe, most = 0, 0, 0, 0
     ready: dict[tuple[str, int], int] = {}

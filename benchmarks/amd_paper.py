@@ -1,8 +1,8 @@
-"""What AMD parts could do with our kernels and with AITER's, on paper: `python -m benchmarks.amd_paper`. Nothing is run, nothing measured.
+"""Bounds on paper of our kernels and of AITER's on AMD parts: `python -m benchmarks.amd_paper`. Nothing runs and nothing is measured.
 
-Compiles both for MI300X and MI355X without a GPU, in the configurations that our tuning tables and AITER's own wrapper choose, reads the
-main loops off the assembly, and derives bounds. Writes `benchmarks/results/amd_paper.md`, and the rows to
-`.cache/benchmarks/amd_paper.json`. Run `python -m benchmarks.amd_isa` first: its rows are read.
+It compiles both for MI300X and MI355X without a GPU, in the configurations that our tables and AITER's own wrapper choose, reads the main
+loops off the assembly, and derives bounds. It writes `benchmarks/results/amd_paper.md`, and the rows to
+`.cache/benchmarks/amd_paper.json`. It reads the rows that `python -m benchmarks.amd_isa` writes, so run that first.
 """
 
 import argparse
@@ -45,12 +45,16 @@ CASES = tuple(
 
 @dataclass(frozen=True)
 class Part:
-    """A part as AMD publishes it (data sheets and white papers of CDNA 3 and 4), and what we assume of it.
+    """A part by AMD's data sheets and white papers of CDNA 3 and 4, with our assumptions.
 
     Attributes:
-      bytes_per_s, flops_per_s: of HBM; dense products of 16-bit operands.
-      compute_units, hertz: at the peak clock.
-      lds_read, lds_write, cache: bytes a cycle of one compute unit: shared memory, and its vector cache.
+      name: product.
+      bytes_per_s: bandwidth of HBM.
+      flops_per_s: dense products of 16-bit operands.
+      compute_units: compute units.
+      hertz: peak clock.
+      lds_read, lds_write: bytes that one compute unit reads from and writes to shared memory in a cycle.
+      cache: bytes that one compute unit loads from its vector cache in a cycle.
       transcendental: cycles of a transcendental instruction of 64 lanes.
     """
 
@@ -72,19 +76,29 @@ PARTS = {
 ELSEWHERE = tuple(arch for arch in amd_archs(configured_alone=True) if arch not in PARTS)
 ELSEWHERE_CASES = ("decode 64 x 8192", "prefill 1 x 8192")
 MEMORY_LATENCY, CACHE_LATENCY = 800 * NS, 300 * NS
-"""Assumed: of a load from HBM under load (keys and values in decode), and of one that other programs brought into a cache before (keys
-and values in prefill, block ids always)."""
-VGPRS, GRANULE, MOST_WAVES = 512, 8, 8
-"""Of a SIMD of CDNA 3 and 4: registers of a lane, in steps of so many; waves."""
+"""Assumed latencies: of a load from HBM under load (keys and values in decode), and of a load of what other programs brought into a cache
+before (keys and values in prefill, block ids always)."""
+VGPRS, GRANULE, MAX_WAVES = 512, 8, 8
+"""Limits of one SIMD of CDNA 3 and 4: registers of a lane, the steps in which they are allocated, and waves."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled launch. `rows` and `tile`: query rows by keys of a pass of its main loop; `busy`: programs that have work."""
+    """One compiled launch.
+
+    Attributes:
+      contender: "purepage" or "AITER".
+      case: what is computed.
+      usage: resources of the kernel.
+      rows, tile: query rows and keys of one iteration of the main loop.
+      stages: stages of its pipeline.
+      busy: programs that have work.
+      body: labels and instructions of the main loop.
+    """
 
     contender: str
     case: Case
-    needs: ResourceUsage
+    usage: ResourceUsage
     rows: int
     tile: int
     stages: int
@@ -97,7 +111,7 @@ def _queries(case: Case) -> int:
 
 
 def ours(case: Case, arch: str) -> Iterator[Kernel]:
-    """The launches of our own plan; keys and values in one packed cache."""
+    """The launches of our plan, over a packed cache."""
     spec = CacheSpec(
         num_blocks=case.num_blocks,
         block_size=case.block_size,
@@ -122,43 +136,49 @@ def ours(case: Case, arch: str) -> Iterator[Kernel]:
         compiled, launch, facts = compile_job(job), job.launch, job.launch.facts
         name = launch.kernel.partition(":")[2]
         if not case.is_decode and name != "paged_attention_prefill":
-            continue  # it finds no sequence short enough
-        needs = read_usage(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
+            continue  # prefill has no sequence that the decode kernel serves
+        usage = read_usage(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)
         whole_tile = 2 * facts["block_n"] * spec.head_size * spec.dtype.itemsize
         body = tuple(main_loop(compiled.asm["amdgcn"], whole_tile // (launch.num_warps * arch_facts(arch).wave_size)))
-        yield Kernel("purepage", case, needs, facts["block_m"], facts["block_n"], launch.num_stages, math.prod(launch.grid), body)
+        yield Kernel("purepage", case, usage, facts["block_m"], facts["block_n"], launch.num_stages, math.prod(launch.grid), body)
 
 
 def aiter(case: Case, arch: str) -> Iterator[Kernel]:
-    """The launches of AITER's own wrapper; nothing where the package is not installed."""
+    """The launches of AITER's own wrapper, or none where the package is not installed."""
     if aiter_package.root() is None:
         return
     for launch in launches_of(case, arch, native_fp8(arch)):
         compiled, given = compile_recorded(launch, arch), launch.given
-        needs = read_usage(compiled, kernel=launch.name, arch=arch, num_warps=given["num_warps"])
+        usage = read_usage(compiled, kernel=launch.name, arch=arch, num_warps=given["num_warps"])
         busy = math.prod(launch.grid)
-        if case.is_decode and "BLOCK_M" in given:  # a grid for any lengths: most of it finds no query
+        if case.is_decode and "BLOCK_M" in given:  # the grid is for any lengths, and most of its programs have no query
             busy = len(case.lengths) * case.num_kv_heads * given.get("NUM_SEGMENTS_PER_SEQ", 1)
         body = tuple(main_loop(compiled.asm["amdgcn"]))
-        yield Kernel("AITER", case, needs, given.get("BLOCK_M", 0), given["TILE_SIZE"], given["num_stages"], busy, body)
+        yield Kernel("AITER", case, usage, given.get("BLOCK_M", 0), given["TILE_SIZE"], given["num_stages"], busy, body)
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Workgroups of one compute unit: those that registers, shared memory and wave slots have room for, and those that the grid fills."""
+    """Workgroups of one compute unit.
+
+    Attributes:
+      room: workgroups that fit by registers, shared memory and wave slots.
+      resident: workgroups that the grid provides, at most `room`.
+      waves_per_simd: waves of the resident workgroups on one SIMD.
+    """
 
     room: int
     resident: int
     waves_per_simd: float
 
 
-def residency(needs: ResourceUsage, part: Part, busy: int) -> Residency:
-    waves = min(MOST_WAVES, VGPRS // (-(-needs.vgprs // GRANULE) * GRANULE)) * SIMDS
-    room = waves // needs.num_warps
-    if needs.lds_bytes:
-        room = min(room, arch_facts(needs.arch).shared_bytes // needs.lds_bytes)
+def residency(usage: ResourceUsage, part: Part, busy: int) -> Residency:
+    waves = min(MAX_WAVES, VGPRS // (-(-usage.vgprs // GRANULE) * GRANULE)) * SIMDS
+    room = waves // usage.num_warps
+    if usage.lds_bytes:
+        room = min(room, arch_facts(usage.arch).shared_bytes // usage.lds_bytes)
     resident = max(1, min(room, -(-busy // part.compute_units)))
-    return Residency(room, resident, resident * needs.num_warps / SIMDS)
+    return Residency(room, resident, resident * usage.num_warps / SIMDS)
 
 
 @dataclass(frozen=True)
@@ -166,10 +186,12 @@ class Paper:
     """Bounds on paper of one kernel on one part.
 
     Attributes:
-      kv_bytes, flops: of one tile, as the tile needs them; loaded_bytes, matrix_flops: as the waves' instructions make them.
-      cycles: of one compute unit by unit, for one tile: matrix, vector, lds, cache.
-      bounds: bytes/s (decode) or FLOP/s (prefill) that each limit allows the whole part.
-      limit: name of the lowest.
+      kv_bytes, flops: bytes and FLOPs that one tile requires.
+      loaded_bytes, matrix_flops: bytes and FLOPs that the waves' instructions load and compute for one tile.
+      cycles: cycles of each unit of a compute unit for one tile: matrix, vector, lds, cache.
+      alone: time of one wave.
+      bounds: bytes/s (decode) or FLOP/s (prefill) of the whole part under each limit.
+      limit: name of the lowest bound.
     """
 
     kv_bytes: int
@@ -184,13 +206,13 @@ class Paper:
 
 def paper(kernel: Kernel, counts: Counts, part: Part, waves: Residency) -> Paper:
     """Derives the bounds of a kernel that has a main loop."""
-    needs, case = kernel.needs, kernel.case
+    usage, case = kernel.usage, kernel.case
     itemsize = 1 if case.cache_dtype.startswith("float8") else 2
     kv_bytes = 2 * kernel.tile * case.head_size * itemsize
     flops = 4 * kernel.rows * kernel.tile * case.head_size
-    lanes = needs.num_warps * arch_facts(needs.arch).wave_size
+    lanes = usage.num_warps * arch_facts(usage.arch).wave_size
     matrix = [line for line in kernel.body if is_matrix(line)]
-    each_simd = needs.num_warps / SIMDS  # waves of a workgroup that share one SIMD
+    each_simd = usage.num_warps / SIMDS  # waves of a workgroup that share one SIMD
     vector = 4 * (counts.vector - counts.transcendental) + part.transcendental * counts.transcendental
     cycles = {
         "matrix": each_simd * sum(map(matrix_cycles, matrix)),
@@ -216,7 +238,7 @@ def paper(kernel: Kernel, counts: Counts, part: Part, waves: Residency) -> Paper
         kv_bytes=kv_bytes,
         flops=flops,
         loaded_bytes=lanes * counts.load_bytes,
-        matrix_flops=needs.num_warps * sum(map(matrix_flops, matrix)),
+        matrix_flops=usage.num_warps * sum(map(matrix_flops, matrix)),
         cycles=cycles,
         alone=one,
         bounds=bounds,
@@ -227,12 +249,12 @@ def paper(kernel: Kernel, counts: Counts, part: Part, waves: Residency) -> Paper
 def record(kernel: Kernel, arch: str) -> dict[str, Any]:
     """One row of the JSON."""
     part = PARTS[arch]
-    waves = residency(kernel.needs, part, kernel.busy)
+    waves = residency(kernel.usage, part, kernel.busy)
     row = {
         "case": kernel.case.name,
         "part": part.name,
         "contender": kernel.contender,
-        **{name: value for name, value in asdict(kernel.needs).items() if name not in ("loads", "error", "waves_per_simd", "matrix_ops")},
+        **{name: value for name, value in asdict(kernel.usage).items() if name not in ("loads", "error", "waves_per_simd", "matrix_ops")},
         **{name: getattr(kernel, name) for name in ("rows", "tile", "stages", "busy")},
         **asdict(waves),
     }
@@ -245,16 +267,16 @@ def record(kernel: Kernel, arch: str) -> dict[str, Any]:
 
 
 def counted(case: Case, arch: str) -> Iterator[dict[str, Any]]:
-    """Rows of our kernels with a main loop on an arch that no part is named for: counts, no bounds."""
+    """Rows of our kernels with a main loop on an architecture without a `Part`: counts without bounds."""
     for kernel in ours(case, arch):
         if kernel.body:
-            needs, counts = kernel.needs, count(kernel.body)
+            usage, counts = kernel.usage, count(kernel.body)
             loop = {**asdict(counts), "matrix": dict(counts.matrix), "loads": dict(counts.loads)}
-            named = {"case": case.name, "contender": kernel.contender, "arch": arch, "kernel": needs.kernel, "loop": loop}
+            named = {"case": case.name, "contender": kernel.contender, "arch": arch, "kernel": usage.kernel, "loop": loop}
             yield (
                 named
                 | {name: getattr(kernel, name) for name in ("rows", "tile", "stages")}
-                | {name: getattr(needs, name) for name in ("num_warps", "vgprs", "agprs", "lds_bytes", "waves_per_simd")}
+                | {name: getattr(usage, name) for name in ("num_warps", "vgprs", "agprs", "lds_bytes", "waves_per_simd")}
             )
 
 

@@ -1,5 +1,5 @@
-"""How calls are computed: plain JAX (`xla`), Triton sources with their plans (`triton`), tile sizes as data (`tuning`).
+"""How calls are computed: plain JAX (`xla`), and Triton sources (`triton`) with their plans (`plans`) and architectures (`archs`).
 
-`launch` has the values that a plan makes; `verify` compiles them for an AMD architecture without a GPU. Nothing here is imported before an
-implementation is first considered.
+`launch` has the values that plans make, and `compile_check` compiles them for an AMD architecture without a GPU. An implementation is
+imported when it is first considered.
 """

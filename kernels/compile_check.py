@@ -1,7 +1,7 @@
-"""Compiles the launches of a program for an AMD architecture without a GPU, and reads what each kernel needs off the assembly.
+"""Compiles the launches of a program without a GPU, and reads off the assembly which resources each kernel uses.
 
-Each kernel is compiled by a child process: an abort inside LLVM then costs one result and not the caller, and the caller may itself have
-been started with TRITON_INTERPRET=1, under which Triton compiles nothing. Results are kept on disk.
+Each kernel is compiled by a child process, for two reasons. An abort inside LLVM then costs one result and not the caller. And Triton
+compiles nothing in a process that was started with TRITON_INTERPRET=1, as the caller may be. Results are kept on disk.
 """
 
 import base64
@@ -25,31 +25,32 @@ import ml_dtypes  # noqa: F401  # names bfloat16 and the fp8 kinds to NumPy
 import numpy as np
 
 from .archs import arch_facts
-from .launch import Buffer, Launch, Program, without_descriptors
+from .launch import Buffer, Descriptor, Launch, Program, without_descriptors
 
 POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64", "uint8": "u8", "uint16": "u16"}
-RECORD = 2
-"""Counts up when `ResourceUsage`, or how it is read, changes: results on disk are then made again."""
+RECORD = 3
+"""Version of `ResourceUsage` and of how it is read. Results on disk of another version are not used."""
 SIMDS = 4
-"""Of a compute unit (CDNA) or a workgroup processor (RDNA), which is what a workgroup's LDS belongs to."""
+"""SIMDs of a compute unit (CDNA) or a workgroup processor (RDNA), which a workgroup and its LDS occupy."""
 
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """What one compiled kernel needs of one architecture.
+    """Resources that one compiled kernel uses on one architecture. For NVIDIA only the code's hash and the shared memory are read.
 
     Attributes:
       kernel, arch: name of the `@triton.jit` function; architecture as `purepage.kernels.archs` names it.
       num_warps: waves of a workgroup.
-      vgprs: registers of a lane, AGPRs included; agprs: those of them that only gfx9's matrix unit and copies can use.
+      vgprs: registers of a lane, AGPRs included.
+      agprs: registers among them that only gfx9's matrix unit and copies can use.
       sgprs: scalar registers of a wave.
-      vgpr_spills, sgpr_spills: registers that did not fit. SGPRs spill into lanes of a VGPR first: where `scratch_bytes` is 0, none
-        reached memory.
+      vgpr_spills, sgpr_spills: spilled registers. SGPRs spill into lanes of a VGPR first: with `scratch_bytes` 0 none reached memory.
       scratch_bytes: private memory of a lane.
       lds_bytes: shared memory of a workgroup.
-      waves_per_simd: waves that the registers and the LDS leave room for on one SIMD.
-      matrix_ops: matrix instructions in the text of the kernel.
-      loads: number of loads from global memory in the text, by width in bits.
+      waves_per_simd: waves that fit on one SIMD with these registers and this LDS.
+      matrix_ops: matrix instructions in the assembly.
+      loads: number of loads from global memory in the assembly, by width in bits.
+      code_hash: hash of the instructions, without names, comments and debug information.
       error: why there is no kernel, or None.
     """
 
@@ -66,12 +67,13 @@ class ResourceUsage:
     waves_per_simd: int = 0
     matrix_ops: int = 0
     loads: tuple[tuple[int, int], ...] = ()
+    code_hash: str = ""
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """One launch, the buffers that it names, and the architecture to compile it for."""
+    """One launch, the buffers that it names, and the architecture for which it is compiled."""
 
     launch: Launch
     buffers: tuple[tuple[str, Buffer], ...]
@@ -79,21 +81,24 @@ class Job:
 
 
 def jobs_of(program: Program, arch: str) -> tuple[Job, ...]:
-    """One job for each launch of the program; AMD's compiler reads through pointers where a launch has descriptors."""
+    """One job for each launch of the program. For AMD its descriptors are dropped, so that the kernels read through pointers."""
+    launches = map(without_descriptors, program.launches) if arch_facts(arch).vendor == "amd" else program.launches
     buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     return tuple(
-        Job(launch, tuple((arg, buffers[arg]) for arg in dict.fromkeys(launch.args) if isinstance(arg, str)), arch)
-        for launch in map(without_descriptors, program.launches)
+        Job(launch, tuple((arg, buffers[arg]) for arg in dict.fromkeys(launch.args) if isinstance(arg, str)), arch) for launch in launches
     )
 
 
 def compile_for(jobs: Sequence[Job], *, cache_dir: Path | None = None, processes: int = 1) -> list[ResourceUsage]:
-    """Compiles launches for their architectures; one result for each, in order. A kernel that does not compile has an `error`.
+    """Compiles launches for their architectures.
 
     Args:
       jobs: see `jobs_of`; equal jobs are compiled once.
-      cache_dir: where results are kept between runs, by a hash of the kernels' source, the job and Triton's version; None keeps none.
-      processes: compilers at a time, each with some 300 MB.
+      cache_dir: folder that keeps results between runs, by a hash of the kernels' source, the job and Triton's version; None keeps none.
+      processes: compilers that run at the same time, each with some 300 MB.
+
+    Returns:
+      One result for each job, in order. A kernel that does not compile has an `error`.
     """
     keys = {job: _key(job) for job in dict.fromkeys(jobs)}
     found: dict[Job, ResourceUsage] = {}
@@ -127,11 +132,10 @@ def compile_for(jobs: Sequence[Job], *, cache_dir: Path | None = None, processes
 
 
 def _key(job: Job) -> str:
-    """Hash of everything that the result depends on. Of a buffer only the dtype counts, and whether 31 bits reach its end."""
+    """Hash of everything that the result depends on. Of a buffer that is its dtype, and whether 31-bit offsets reach its end."""
     source = hashlib.sha256()
     for path in sorted((Path(__file__).parent / "triton").glob("*.py")):
-        if not path.stem.endswith("_plan"):
-            source.update(path.read_bytes())
+        source.update(path.read_bytes())
     buffers = [(name, buffer.dtype, _nbytes(buffer) < 2**31) for name, buffer in job.buffers]
     numbers = [arg if not isinstance(arg, int) or arg is True or arg is False else (arg == 1, arg % 16 == 0, arg.bit_length() > 31)
                for arg in job.launch.args]  # fmt: skip
@@ -148,15 +152,15 @@ def _stored(cache_dir: Path | None, key: str) -> ResourceUsage | None:
     return ResourceUsage(**{**fields, "loads": tuple(map(tuple, fields["loads"]))})
 
 
-def _store(cache_dir: Path, key: str, needs: ResourceUsage) -> None:
+def _store(cache_dir: Path, key: str, usage: ResourceUsage) -> None:
     cache_dir.mkdir(parents=True, exist_ok=True)
     partial = cache_dir / f"{key}.{os.getpid()}"
-    partial.write_text(json.dumps(asdict(needs)))
+    partial.write_text(json.dumps(asdict(usage)))
     partial.replace(cache_dir / f"{key}.json")
 
 
 class _Compiler:
-    """A child process that compiles one job after another; another one takes its place where it dies."""
+    """A child process that compiles one job after another, and is replaced when it dies."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen | None = None
@@ -200,9 +204,11 @@ def _nbytes(buffer: Buffer) -> int:
 
 
 def compile_job(job: Job) -> Any:
-    """Triton's compiled kernel, typed and specialised as a launch with aligned buffers is. Only where TRITON_INTERPRET is not set."""
+    """Triton's compiled kernel, with the types and specialisations of a launch with aligned buffers.
+
+    It compiles in this process, which must have been started without TRITON_INTERPRET.
+    """
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from .triton.run import compile_options, kernel_of
@@ -221,7 +227,7 @@ def compile_job(job: Job) -> Any:
             attrs[(place,)] = [["tt.divisibility", 16], *small]
         elif isinstance(value, int) and value % 16 == 0:
             attrs[(place,)] = [["tt.divisibility", 16]]
-    target = GPUTarget("hip", job.arch, arch_facts(job.arch).wave_size)
+    target = _target_of(job.arch)
     return triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs),
         target=target,
@@ -229,8 +235,20 @@ def compile_job(job: Job) -> Any:
     )
 
 
+def _target_of(arch: str) -> Any:
+    """Triton's `GPUTarget` of an architecture."""
+    from triton.backends.compiler import GPUTarget
+
+    facts = arch_facts(arch)
+    if facts.vendor == "nvidia":
+        return GPUTarget("cuda", int(arch.removeprefix("sm_")), facts.wave_size)
+    return GPUTarget("hip", arch, facts.wave_size)
+
+
 def _type_of(value: Any, buffers: dict[str, Buffer]) -> str:
-    """Triton's type of an argument; what a launch makes part of the kernel is "constexpr"."""
+    """Triton's type of an argument. A value that a launch compiles into the kernel is "constexpr"."""
+    if isinstance(value, Descriptor):
+        return f"tensordesc<{POINTERS[value.dtype]}[{value.block[0]}, {value.block[1]}]>"
     if isinstance(value, str):
         dtype = buffers[value].dtype
         return "*" + POINTERS["uint8" if dtype.startswith("float8") else dtype]
@@ -247,17 +265,20 @@ LOADS = {
     16: r"[us]short|[ui]16|short_d16\w*|d16_(?:hi_)?b16",
     8: r"[us]byte\w*|[ui]8|d16_(?:hi_)?[ui]8",
 }
-"""What ends a load's mnemonic, by its width in bits: gfx9's names and those since gfx11."""
+"""Ends of a load's mnemonic by its width in bits, for gfx9 and from gfx11 on."""
 
 
 def usage_of(job: Job) -> ResourceUsage:
-    """Compiles here and now; see `compile_job`."""
+    """Compiles in this process; see `compile_job`."""
     return read_usage(compile_job(job), kernel=job.launch.kernel.partition(":")[2], arch=job.arch, num_warps=job.launch.num_warps)
 
 
 def read_usage(compiled: Any, *, kernel: str, arch: str, num_warps: int) -> ResourceUsage:
-    """What Triton's compiled kernel, whoever's it is, needs of the architecture that it was compiled for."""
-    text, facts, lds = compiled.asm["amdgcn"], arch_facts(arch), compiled.metadata.shared
+    """Resources of any kernel that Triton compiled for `arch`, ours or not."""
+    facts, lds = arch_facts(arch), compiled.metadata.shared
+    if facts.vendor == "nvidia":
+        return ResourceUsage(kernel, arch, num_warps, lds_bytes=lds, code_hash=hash_of_code(_ptx_code(compiled.asm["ptx"])))
+    text = compiled.asm["amdgcn"]
 
     def entry(name: str) -> int:
         return int((re.findall(rf"\.{name}:\s+(\d+)", text) or [0])[0])
@@ -283,22 +304,48 @@ def read_usage(compiled: Any, *, kernel: str, arch: str, num_warps: int) -> Reso
         waves_per_simd=waves,
         matrix_ops=len(re.findall(r"\bv_(?:mfma|wmma|swmmac)_\w+", text)),
         loads=tuple((bits, count) for bits, count in loads if count),
+        code_hash=hash_of_code(_amd_code(text)),
     )
+
+
+def hash_of_code(code: str) -> str:
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def _amd_code(text: str) -> str:
+    """The instructions of a kernel's AMD assembly, one a line, without what changes when source lines move."""
+    start = text.find("\n", text.find("; -- Begin function"))
+    end = text.find(".section", start)
+    code = text[start : text.rfind("s_endpgm", start, end if end > 0 else None)]
+    code = re.sub(r"(?m)^\s*\.?(loc|file|section|ident|globl|p2align|type|cfi\w*|amdgcn\w*|set|size).*$", "", code)
+    code = re.sub(r";.*", "", code)
+    code = re.sub(r"\.L(tmp|func_\w+|pcsec\w*)\d*", ".L", code)
+    return "\n".join(line for line in code.splitlines() if line.strip() and not re.match(r"\s*\w+:\s*$|\.L:", line))
+
+
+def _ptx_code(text: str) -> str:
+    """The instructions of a kernel's PTX, one a line, without what changes when source lines move."""
+    code = re.sub(r"(?ms)\.section\s+\.debug.*", "", re.sub(r"//.*", "", text))
+    code = re.sub(r"(?m)^\s*\.(loc|file).*$|^\$L__(tmp\d+|func_\w+):.*$", "", code)
+    kernel = re.search(r"\.entry (\w+)\(", code)
+    if kernel is not None:
+        code = code.replace(kernel[1], "K")
+    return "\n".join(line for line in code.splitlines() if line.strip())
 
 
 def _serve(lines: Iterable[bytes]) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a compiler prints is no answer
+    os.dup2(2, 1)  # what a compiler prints must not be taken for an answer
     for line in lines:
         job = pickle.loads(base64.b64decode(line))
         try:
-            needs = usage_of(job)
+            usage = usage_of(job)
         except Exception as error:
-            needs = _failed(job, f"{type(error).__name__}: {error}"[:500])
-        print(json.dumps(asdict(needs)), file=answers, flush=True)
+            usage = _failed(job, f"{type(error).__name__}: {error}"[:500])
+        print(json.dumps(asdict(usage)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    from purepage.kernels import compile_check as verify  # pickled jobs name the imported module's class
+    from purepage.kernels import compile_check  # pickled jobs name the class of the imported module
 
-    verify._serve(sys.stdin.buffer)
+    compile_check._serve(sys.stdin.buffer)

@@ -1,8 +1,8 @@
 """A kernel launch as plain data.
 
-`plan` functions (in `purepage.kernels.triton`) turn shapes, dtypes, an arch and a tuning row into a `Program`. The bridges run it
-inside `jax.jit`, the tests run it through Triton's interpreter, and the AMD checks compile it: all take the same value, so what is compiled
-for one target is what runs on another. Nothing here imports Triton.
+The functions of `purepage.kernels.plans` turn shapes, dtypes and an architecture into a `Program`. The bridges run it inside `jax.jit`, the
+tests run it through Triton's interpreter, and `compile_check` compiles it for AMD. All take the same value, so the program that is compiled
+for one target is the one that runs on another. Nothing here imports Triton.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,12 @@ Scalar = int | float | bool | None
 
 @dataclass(frozen=True)
 class Buffer:
-    """One array that a program touches. `dtype` is the JAX dtype's name, for a cache the storage dtype (bits)."""
+    """One array that a program reads or writes.
+
+    Attributes:
+      shape: its shape.
+      dtype: JAX name of its dtype; of a cache it is the storage dtype, which for fp8 is uint8.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -22,12 +27,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A buffer as a matrix of which a kernel fetches whole rectangles: Triton's tensor descriptor, on NVIDIA a map for the copy engine.
+    """Triton's tensor descriptor: a buffer as a matrix of which a kernel loads whole rectangles, on NVIDIA through the copy engine.
 
     Attributes:
       buffer: name of the buffer.
-      dtype: what its bits mean, as the JAX dtype's name.
-      shape: rows and columns; one row starts where the last one ends.
+      dtype: JAX name of the dtype of the matrix.
+      shape: rows and columns; the rows are adjacent.
       block: rows and columns of a rectangle.
     """
 
@@ -46,13 +51,13 @@ class Launch:
 
     Attributes:
       kernel: import path of the `@triton.jit` function, "package.module:name".
-      grid: programs along each axis; static, so it is an upper bound where the work is ragged.
-      args: one entry for each non-constexpr parameter, in order: a buffer's name, a number, None, or a `Descriptor` of a buffer that is
-        passed by name as well. A kernel takes None in a descriptor's place: it then reads through pointers, to the same bits.
+      grid: programs along each axis. The grid is static, so for a ragged batch it is an upper bound.
+      args: one entry for each parameter that is not constexpr, in order: a buffer's name, a number, None, or a `Descriptor` of a buffer
+        that is passed by name as well. A kernel that gets None in place of a descriptor reads through pointers and computes the same bits.
       writes: names of the buffers among `args` that the kernel writes.
-      constants: (name, value) for each constexpr parameter; a value may be a frozen dataclass, which holds the facts of a kernel by name.
+      constants: (name, value) for each constexpr parameter. A value may be a frozen dataclass, which holds the kernel's facts by name.
       num_warps, num_stages: as Triton takes them.
-      options: further (name, value) compile options, e.g. ("waves_per_eu", 2) on AMD; a target that lacks an option drops it.
+      options: further (name, value) compile options, such as ("waves_per_eu", 2) on AMD. A target that lacks an option drops it.
     """
 
     kernel: str
@@ -66,23 +71,21 @@ class Launch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Constants by name, with the fields of a dataclass in its place: ("S", AttentionSpec(block_m=64, kv=KVLayout(dtype="float16"))) is
-        block_m and kv.dtype.
-        """
+        """Constants by name. Fields of a dataclass stand in its place: those of S by their names, those of S.kv as "kv.dtype"."""
         return dict(_named_facts(self.constants))
 
 
 @dataclass(frozen=True)
 class Program:
-    """Launches that run one after another on named buffers; hashable.
+    """Launches that run one after another on named buffers. It is hashable.
 
     Attributes:
       name: the operation, for error messages and profiles.
-      inputs: (name, buffer) of each array passed in, in order.
-      outputs: (name, buffer) of each fresh array that comes back, in order; the launches write every element of these.
-      updates: names of the inputs that are written in place and come back after `outputs`, in this order.
-      scratch: (name, buffer) of arrays that live only while the program runs; uninitialised.
-      launches: in order.
+      inputs: (name, buffer) of each array that is passed in, in order.
+      outputs: (name, buffer) of each new array that is returned, in order. The launches write every element.
+      updates: names of the inputs that are written in place and returned after `outputs`, in this order.
+      scratch: (name, buffer) of arrays that exist only while the program runs. They start uninitialised.
+      launches: the launches, in order.
     """
 
     name: str
@@ -103,5 +106,5 @@ def _named_facts(constants: Iterable[tuple[str, Any]], prefix: str = "") -> Iter
 
 
 def without_descriptors(launch: Launch) -> Launch:
-    """The launch for a runtime that passes no descriptors."""
+    """The launch with None in place of each descriptor, for a runtime that passes none."""
     return replace(launch, args=tuple(None if isinstance(arg, Descriptor) else arg for arg in launch.args))

@@ -15,7 +15,7 @@ from .sizes import ceil_div, next_power_of_two
 UPDATE_KERNEL = "purepage.kernels.triton.cache_write:update_cache_kernel"
 
 EXACT = (("enable_fp_fusion", False),)
-"""Products and sums are not fused, so that the result has the same bits on every architecture, and in a fused kernel as in separate ones."""
+"""Products and sums are not fused, so the result has the same bits on every architecture, in a fused kernel and in separate ones."""
 
 MAX_BLOCK_TOKENS = 32
 ADJACENT_TOKENS = 16

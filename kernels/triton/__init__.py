@@ -1,1 +1,1 @@
-"""Triton sources, one file a kernel family, and the plans that turn shapes into launches of them."""
+"""Triton sources, one file for each subject; the static facts of their launches are in `spec` and `writer_spec`."""

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every AMD architecture, without a GPU, and keeps the bars: no spills, LDS, matrix units, wide loads.
+"""Every Triton kernel compiles for every AMD architecture, without a GPU, and keeps the thresholds of `benchmarks/amd_isa.py`.
 
 CI compiles a part of the grid of `benchmarks/amd_isa.py`; PUREPAGE_FULL_AMD=1 compiles all of it.
 """
@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from purepage.kernels import compile_check as verify
+from purepage.kernels import compile_check
 from purepage.kernels.archs import FNUZ, OCP, arch_facts
 from purepage.kernels.compile_check import compile_for, jobs_of
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from benchmarks.amd_isa import ARCHS, CACHE, VARIANTS, attention, faults, rows_of, writer
+from benchmarks.amd_isa import ARCHS, CACHE, VARIANTS, Row, attention, code_hashes, differences, failed_thresholds, rows_of, writer
 
 PART = (
     "attention D64 bf16 all features",
@@ -36,10 +36,10 @@ CHOSEN = [(arch, variant) for arch in ARCHS for variant in (VARIANTS if FULL els
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("arch, variant", CHOSEN)
-def test_the_kernels_that_the_tables_choose_keep_every_bar(arch, variant):
+def test_the_kernels_that_the_tables_choose_keep_every_threshold(arch, variant):
     rows = list(rows_of({variant: VARIANTS[variant]}, (arch,), 1))
     assert rows
-    failed = [f"{row.needs.kernel}: {fault}" for row in rows for fault in faults(row)]
+    failed = [f"{row.usage.kernel}: {text}" for row in rows for text in failed_thresholds(row)]
     assert not failed, "\n".join(failed)
 
 
@@ -67,6 +67,22 @@ def test_an_abort_of_the_compiler_is_a_result_and_the_next_kernel_is_compiled_al
 def test_a_kernel_is_compiled_once(monkeypatch):
     job = jobs_of(writer(64, tokens=1)("gfx942"), "gfx942")[0]
     first = compile_for([job, job], cache_dir=CACHE)
-    monkeypatch.setattr(verify, "_Compiler", None)
+    monkeypatch.setattr(compile_check, "_Compiler", None)
     assert compile_for([job], cache_dir=CACHE) == first[:1]
     assert first[0] == first[1] and first[0].arch == "gfx942"
+
+
+def test_the_hash_of_the_code_is_that_of_its_instructions_alone():
+    """The same kernel under another name and with other debug lines has the same hash, another kernel or option has not."""
+    plain, wide = (jobs_of(writer(64, tokens=tokens)("gfx942"), "gfx942")[0] for tokens in (1, 4096))
+    nvidia = jobs_of(writer(64, tokens=1)("sm_90"), "sm_90")[0]
+    usages = compile_for([plain, replace(plain, launch=replace(plain.launch, num_stages=2)), wide, nvidia], cache_dir=CACHE)
+    first, again, other, ptx = (usage.code_hash for usage in usages)
+    assert first == again != other and ptx not in (first, other) and all(len(found) == 16 for found in (first, other, ptx))
+    text = ".globl a\n; -- Begin function a\na:\n.loc 1 2 3\n v_add v0, v1 ; line 3\n s_endpgm\n.section x\n"
+    moved = text.replace("function a\na:", "function b\nb:").replace(".loc 1 2 3", ".loc 1 9 9").replace("line 3", "line 9")
+    assert compile_check._amd_code(text) == compile_check._amd_code(moved) == " v_add v0, v1 "
+    rows = [Row("v", job, usage) for job, usage in zip((plain, wide), usages[::2], strict=True)]
+    assert code_hashes(rows) == {"gfx942|v": f"{first} {other}"}
+    assert differences({"gfx942|v": f"{first} {other}"}, code_hashes(rows)) == []
+    assert differences({}, code_hashes(rows)) == [f"gfx942|v: not in the file -> {first} {other}"]

@@ -127,14 +127,14 @@ def test_a_wave_alone_waits_as_its_loop_says():
 CASE = cases.Case("decode 64 x 8192", cases.decode(64, 8192))
 
 
-def made_up(**needs) -> amd_paper.Kernel:
+def made_up(**usage) -> amd_paper.Kernel:
     needed = ResourceUsage("kernel", "gfx942", 4, vgprs=128, lds_bytes=16384)
     body = tuple(amd_loop.main_loop(ASSEMBLY))
-    return amd_paper.Kernel("purepage", CASE, replace(needed, **needs), 16, 64, 1, 304 * 8, body)
+    return amd_paper.Kernel("purepage", CASE, replace(needed, **usage), 16, 64, 1, 304 * 8, body)
 
 
 @pytest.mark.parametrize(
-    ("needs", "busy", "expected"),
+    ("usage", "busy", "expected"),
     [
         ({}, 10**6, (4, 4, 4)),  # 128 registers of 512: 4 waves a SIMD, and as much LDS as 4 workgroups have
         ({}, 304 * 2, (4, 2, 2)),  # the grid fills half
@@ -144,14 +144,14 @@ def made_up(**needs) -> amd_paper.Kernel:
     ],
     ids=["registers", "grid", "granule", "wave slots", "LDS"],
 )
-def test_residency_by_hand(needs, busy, expected):
-    found = amd_paper.residency(made_up(**needs).needs, amd_paper.PARTS["gfx942"], busy)
+def test_residency_by_hand(usage, busy, expected):
+    found = amd_paper.residency(made_up(**usage).usage, amd_paper.PARTS["gfx942"], busy)
     assert (found.room, found.resident, found.waves_per_simd) == expected
 
 
 def test_bounds_by_hand():
     kernel, part = made_up(), amd_paper.PARTS["gfx942"]
-    waves = amd_paper.residency(kernel.needs, part, kernel.busy)
+    waves = amd_paper.residency(kernel.usage, part, kernel.busy)
     derived = amd_paper.paper(kernel, amd_loop.count(kernel.body), part, waves)
     assert derived.kv_bytes == 2 * 64 * 128 * 2
     assert derived.flops == 4 * 16 * 64 * 128
