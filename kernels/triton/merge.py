@@ -14,6 +14,12 @@ def weighted(out, share, pointers_ok, offsets):
 
 
 @triton.jit
+def without_inf(lse):
+    """+inf, which FlashAttention 2 writes for a side without keys, as -inf."""
+    return tl.where(lse == float("inf"), float("-inf"), lse)
+
+
+@triton.jit
 def merge_states_kernel(
     out,  # [T, Hq, D] dtype of out_a
     lse,  # [T, Hq] f32
@@ -27,8 +33,8 @@ def merge_states_kernel(
     """Grid: blocks of rows; a row is one token of one head."""
     row = tl.program_id(0) * S.block_m + tl.arange(0, S.block_m)
     is_row = row < num_rows
-    a = tl.load(lse_a + row, mask=is_row, other=float("-inf"))
-    b = tl.load(lse_b + row, mask=is_row, other=float("-inf"))
+    a = without_inf(tl.load(lse_a + row, mask=is_row, other=float("-inf")))
+    b = without_inf(tl.load(lse_b + row, mask=is_row, other=float("-inf")))
     top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     base = tl.where(top == float("-inf"), 0.0, top)  # avoids -inf - -inf, which is NaN, where neither side has a key
     weight_a = tl.exp(a - base)

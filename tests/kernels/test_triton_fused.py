@@ -253,3 +253,48 @@ def test_merged_states_are_the_oracles_and_a_side_without_keys_is_not_read(dtype
     assert_close(out, wanted, dtype=dtype_a)
     assert_close(lse, wanted_lse, dtype="lse")
     assert not np.any(np.asarray(out)[2, 2].astype(F32)) and np.asarray(lse)[2, 2] == -np.inf
+
+
+def test_a_log_sum_exp_of_plus_infinity_stands_for_no_keys():
+    out_a, out_b = normal((4, 1, 16), F32, 1), normal((4, 1, 16), F32, 2)
+    lse_a, lse_b = (np.array(values, F32)[:, None] for values in ([np.inf, 1, np.inf, np.inf], [2, np.inf, np.inf, -np.inf]))
+    out_a[[0, 2, 3]] = out_b[[1, 2, 3]] = np.nan
+    out, lse = (np.asarray(x) for x in pp.merge_attention_states(out_a, lse_a, out_b, lse_b, implementation="triton"))
+    np.testing.assert_array_equal(out[:2], np.stack([out_b[0], out_a[1]]))
+    np.testing.assert_array_equal(lse[:, 0], F32([2, 1, -np.inf, -np.inf]))
+    assert not np.any(out[2:])
+
+
+WIDE = np.array([2**32 + 3, 3, -1, POSITIONS, -(2**32) + 3, 2**31 + 3], np.int64)
+"""Integers whose low 32 bits are a place that exists, and some that do not need as many."""
+
+
+@pytest.mark.parametrize("implementation", ("triton", "xla"))
+@pytest.mark.parametrize("writer", ("rope", "qk_norm", "mrope"))
+def test_a_wide_position_or_slot_is_outside_even_where_its_low_bits_are_inside(writer, implementation):
+    """Rotated channels of a position without a row are NaN, in the result and in the cache; a slot outside the cache is not written."""
+    spec = pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=24, dtype=F32)
+    tokens, cache = len(WIDE), random_cache(spec)
+    slots = np.array([2**32 + 7, 4, 2**31, -1, 9, -(2**32) + 8], np.int64)
+    query, key, value = (normal((tokens, heads, 24), F32, seed) for seed, heads in enumerate((2, 1, 1)))
+    options = {"is_neox": True, "implementation": implementation}
+    if writer == "rope":
+
+        def write(positions, slots):
+            _, k_out, after = pp.rope_and_update_cache(query, key, value, positions, table(16), cache, slots, **options)
+            return k_out, after
+
+    else:
+        qkv, weight = np.concatenate([x.reshape(tokens, -1) for x in (query, key, value)], 1), np.ones(24, F32)
+        options |= {"num_heads": 2, "eps": 1e-6} | ({"mrope_section": (3, 3, 2)} if writer == "mrope" else {})
+        call = pp.qk_norm_mrope_and_update_cache if writer == "mrope" else pp.qk_norm_rope_and_update_cache
+
+        def write(positions, slots):
+            _, k_out, _, after = call(qkv, weight, weight, positions, table(16), cache, slots, **options)
+            return k_out, after
+
+    with jax.enable_x64(True):
+        k_out, after = jax.jit(write)(np.tile(WIDE, (3, 1)) if writer == "mrope" else WIDE, slots)
+    k_out = np.asarray(k_out)
+    assert np.isnan(k_out[[0, 2, 3, 4, 5], :, :16]).all() and np.isfinite(k_out[1]).all() and np.isfinite(k_out[..., 16:]).all()
+    same_pool(after, expected_pool(cache, k_out, value, np.where((slots >= 0) & (slots < spec.num_slots), slots, -1).astype(np.int32), 0))

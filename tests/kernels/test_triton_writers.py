@@ -168,6 +168,18 @@ def test_one_trace_writes_every_layer_of_a_scan():
         np.testing.assert_array_equal(value, 2 * key)
 
 
+@pytest.mark.parametrize("dtype", (np.int64, np.uint64), ids=str)
+def test_a_wide_slot_is_outside_the_cache_even_where_its_low_bits_are_inside(dtype):
+    spec = pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=32)
+    cache = random_cache(spec)
+    slots = np.array([2**32 + 5, 2**31, 2**63 - 1, 3], dtype)
+    key = jnp.ones((4, 1, 32), jnp.bfloat16)
+    after = pp.update_cache(cache, key, key, slots, implementation="triton")
+    only = pp.update_cache(cache, key, key, np.array([-1, -1, -1, 3], np.int32), implementation="triton")
+    np.testing.assert_array_equal(bits(after.data), bits(only.data))
+    assert np.any(bits(after.data) != bits(cache.data))
+
+
 def test_no_tokens_leave_the_cache_as_it_was():
     spec = pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=32)
     cache = random_cache(spec)
