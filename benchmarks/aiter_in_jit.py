@@ -82,16 +82,12 @@ TINY_WRITERS = (WriterCase("rope, 4 tokens", "rope", 4, 2, 1, 32, 16, 8, dtype="
 
 @contextmanager
 def switched_on(names: tuple[str, ...]) -> Iterator[None]:
-    """Inside, exactly these of AITER's switches are on; they are read when a function is traced."""
-    before = {name: os.environ.pop(name, None) for name in (FINITE, RECORD, DECODE)}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
+    """Inside, exactly these of AITER's switches are on; they are part of the key of `jax.jit`."""
+    from purepage.functional.target import using_settings, variable_of
+
+    switches = ("aiter_finite_cache", "aiter_command_buffer", "aiter_paged_decode")
+    with using_settings(**{switch: variable_of(switch) in names for switch in switches}):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def over_nan(inputs: Any) -> Any:

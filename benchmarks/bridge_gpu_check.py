@@ -9,6 +9,7 @@ microseconds a call, with the device idle before and waited for after; the exit 
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -30,8 +31,8 @@ import bridge_kernels as kernels
 
 from benchmarks import summary
 from purepage.bridges import callback, dlpack, jax_triton
-from purepage.bridges.arch import default_arch
 from purepage.bridges.execute import run
+from purepage.functional.target import current_target
 
 ON_GPU = jax.default_backend() != "cpu"
 ROWS, WIDTH = 64, 1024
@@ -349,8 +350,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
-    report, arch = Report(), default_arch()
-    print(arch, versions(), f"jax_triton: {jax_triton.unavailable() or 'available'}", sep="\n", flush=True)
+    report, target = Report(), current_target()
+    print(target, versions(), f"jax_triton: {jax_triton.unavailable() or 'available'}", sep="\n", flush=True)
     layers, slots, runs, size, rounds, calls = (4, 256, 2, 64, 2, 3) if options.small else (32, 65536, 50, 4096, 50, 200)
     check_equality(report)
     check_survival(report)
@@ -363,7 +364,7 @@ def main() -> int:
     print(f"{failed} of {len(report.rows)} rows failed")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"device": vars(arch), "kind": jax.devices()[0].device_kind, "versions": versions(), "rows": report.rows}
+        result = {"device": dataclasses.asdict(target), "kind": jax.devices()[0].device_kind, "versions": versions(), "rows": report.rows}
         options.json.write_text(summary.dumps(result))
     return failed
 

@@ -184,10 +184,11 @@ def _address(cache: pp.KVCache) -> int:
 
 def _kernels_alone(cache: pp.KVCache, rest: Row) -> Row:
     """The same launches, layer by layer, replayed from one CUDA graph without JAX. They write the step's tokens into the cache again."""
-    from purepage.bridges.triton import program_of
+    from purepage.bridges.triton import plan_launches
     from purepage.bridges.triton_calls import OPERATIONS
     from purepage.functional.attention import paged_attention_call
     from purepage.functional.calls import RopeUpdateCall
+    from purepage.functional.target import current_target
     from purepage.kernels.triton.run import empty_tensor, launch_torch
 
     device = "cuda" if on_gpu() else "cpu"
@@ -207,7 +208,8 @@ def _kernels_alone(cache: pp.KVCache, rest: Row) -> Row:
         )
         attend = paged_attention_call(rest["query"], cache, metadata, layer=layer)
         for operation, call in (("rope_and_update_cache", write), ("paged_attention", attend)):
-            program, arrays = program_of(operation, call), OPERATIONS[operation].arrays(call)
+            program = plan_launches(operation, call, current_target()).program
+            arrays = OPERATIONS[operation].arrays(call)
             arrays = {name: arrays[name] for name, _ in program.inputs}
             jax.block_until_ready(arrays)
             tensors = {name: to_torch(array) for name, array in arrays.items()}

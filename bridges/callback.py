@@ -10,7 +10,6 @@ not know how to split a body. Arrays that are seen to be sharded are refused; wh
 `jit`) nobody sees it, the result is right, and the arguments are gathered first.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,27 +23,23 @@ from jax.experimental.buffer_callback import buffer_callback
 from jaxtyping import Array
 
 from ..functional.errors import UnsupportedError, bad_value, describe
+from ..functional.target import Target, current_target
 from ..kernels.launch import Buffer, Program
 from . import launcher
-
-COMMAND_BUFFER_VARIABLE = "PUREPAGE_COMMAND_BUFFER"
-"""Environment variable: 0 keeps bodies out of command buffers (ROCm's have crashed inside while loops: openxla/xla#46952)."""
 
 _CPU = 1  # kDLCPU; see dlpack.py for the others
 
 
-def command_buffers_enabled() -> bool:
-    """Whether bodies are recorded into command buffers where the caller does not say; read when a function is traced."""
-    return os.environ.get(COMMAND_BUFFER_VARIABLE, "1") != "0"
-
-
-def run_program(program: Program, arrays: Mapping[str, Array], *, command_buffer: bool | None = None) -> tuple[Array, ...]:
+def run_program(
+    program: Program, arrays: Mapping[str, Array], target: Target | None = None, *, command_buffer: bool | None = None
+) -> tuple[Array, ...]:
     """Runs a program's launches, all in one callback.
 
     Args:
       program: what to run. Equal programs share kernels, traces and executables.
       arrays: an array for each of `program.inputs`, of exactly that shape and dtype.
-      command_buffer: whether the launches may be recorded into a command buffer; None: as `PUREPAGE_COMMAND_BUFFER` says (default yes).
+      target: what the program was planned for; default: the current target.
+      command_buffer: whether the launches may be recorded into a command buffer; default: as the target's settings say.
 
     Returns:
       `program.outputs`, then `program.updates`. An update is in place where its input is donated (under `jit`), else on a copy.
@@ -54,14 +49,15 @@ def run_program(program: Program, arrays: Mapping[str, Array], *, command_buffer
       UnsupportedError: on a CPU without Triton's interpreter.
       RuntimeError: a kernel did not compile; names the program and the kernel.
     """
+    target = current_target() if target is None else target
     inputs = check_inputs(program, arrays)
-    platform = jax.default_backend()
-    _prepare(program, platform)
-    names = [name for name, _ in program.inputs]
-    explicit = dict(program.inputs)
-    results = [*(buffer for _, buffer in program.outputs), *(explicit[name] for name in program.updates), *(b for _, b in program.scratch)]
+    _prepare(program, target.platform)
+    given = dict(program.inputs)
+    names = list(given)
+    buffers = [*dict(program.outputs).values(), *map(given.__getitem__, program.updates), *dict(program.scratch).values()]
     aliases = {names.index(name): len(program.outputs) + i for i, name in enumerate(program.updates)}
-    out = _call(_ProgramBody(program), inputs, [_struct(b) for b in results], aliases, command_buffer)
+    recorded = target.settings.command_buffer if command_buffer is None else command_buffer
+    out = _call(_ProgramBody(program), inputs, list(map(_struct, buffers)), aliases, recorded)
     return out[: len(program.outputs) + len(program.updates)]
 
 
@@ -100,13 +96,13 @@ def _call(
     inputs: Sequence[Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     aliases: dict[int, int],
-    command_buffer: bool | None,
+    command_buffer: bool,
 ) -> tuple[Array, ...]:
     return buffer_callback(
         body,
         tuple(outputs),
         input_output_aliases=aliases,
-        command_buffer_compatible=command_buffers_enabled() if command_buffer is None else command_buffer,
+        command_buffer_compatible=command_buffer,
         vmap_method="sequential",
     )(*inputs)
 
@@ -125,7 +121,7 @@ def check_inputs(program: Program, arrays: Mapping[str, Any]) -> tuple[Array, ..
                 f"{program.name}: input {name} is {describe(array)}, sharded as {jax.typeof(array).sharding.spec}: "
                 "kernels see one device's memory; wrap the call in jax.shard_map"
             )
-    return tuple(arrays[name] for name in expected)
+    return tuple(map(arrays.__getitem__, expected))
 
 
 def _is_sharded(array: Array) -> bool:
@@ -133,7 +129,8 @@ def _is_sharded(array: Array) -> bool:
     shards by itself can't be seen here.
     """
     if isinstance(array, Tracer):
-        return any(axis is not None for axis in jax.typeof(array).sharding.spec)
+        spec = tuple(jax.typeof(array).sharding.spec)
+        return spec.count(None) != len(spec)
     return not getattr(array, "is_fully_replicated", True)
 
 

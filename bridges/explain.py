@@ -1,4 +1,8 @@
-"""What would run for a call, and why nothing else: `explain`."""
+"""`explain`: which implementation and which kernels serve a call, and why the others do not.
+
+The function is traced under an assumed target and an interceptor, both of which are in the key of every trace that JAX keeps. So a jitted
+function is traced anew for each explanation, whether it ran before or not, and runs afterwards as if it had not been explained.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,10 +16,9 @@ import numpy as np
 from ..functional import dispatch
 from ..functional.cache import CacheSpec, KVCache, format_bytes
 from ..functional.config import is_array
-from ..functional.errors import bad_type, bad_value
+from ..functional.errors import bad_type
+from ..functional.target import Target, assuming_target, current_target, named_target
 from ..kernels.launch import Buffer, Launch, Program
-from .arch import Arch, assuming_arch, default_arch, named_arch
-from .execute import chosen_bridge
 
 SHOWN_FACTS = (
     *("block_m", "block_tokens", "block_heads", "block_n", "masked_block_n", "split_tokens", "num_splits", "parts_per_step", "page_size"),
@@ -32,25 +35,27 @@ class Choice:
 
     Attributes:
       operation: name of the operation.
-      implementation: the one that would serve it; None where none can.
-      refusals: for each implementation why it can't or would not be picked; empty where it can.
+      implementation: the one that serves it; None where none can.
+      unsupported_reasons: for each implementation why it can't serve the call or is not chosen; empty where it can.
       program: launches of the `triton` implementation where that is chosen, else None.
+      bridge: how they reach XLA.
     """
 
     operation: str
     implementation: str | None
-    refusals: Mapping[str, tuple[str, ...]]
+    unsupported_reasons: Mapping[str, tuple[str, ...]]
     program: Program | None
+    bridge: str
 
     def __str__(self) -> str:
-        lines = [f"{self.operation}: {self.implementation or 'nothing can serve it'}"]
+        lines = [f"{self.operation}: {self.implementation or 'no implementation can serve it'}"]
         if self.program is not None:
-            lines += [f"  {line}" for line in _program_lines(self.program)]
+            lines += [f"  {line}" for line in _program_lines(self.program, self.bridge)]
         elif self.implementation is not None:
             lines.append(f"  {WHAT_RUNS[self.implementation]}")
-        for name, reasons in self.refusals.items():
+        for name, reasons in self.unsupported_reasons.items():
             if name != self.implementation:
-                lines.append(f"  not {name}: {'; '.join(reasons) if reasons else f'could serve it, {self.implementation} goes first'}")
+                lines.append(f"  not {name}: {'; '.join(reasons) if reasons else f'can serve it, {self.implementation} comes first'}")
         return "\n".join(lines)
 
 
@@ -59,23 +64,23 @@ class Explanation:
     """What `explain` found; prints as text.
 
     Attributes:
-      arch: the architecture that was asked about.
+      target: the device that was asked about.
       choices: the operations, in the order in which the function asks for them.
     """
 
-    arch: Arch
+    target: Target
     choices: tuple[Choice, ...]
 
     def __str__(self) -> str:
-        units = f", {self.arch.compute_units} compute units" if self.arch.compute_units > 1 else ""
-        return "\n".join([f"on {self.arch.name}{units}", *map(str, self.choices)])
+        units = f", {self.target.compute_units} compute units" if self.target.compute_units > 1 else ""
+        return "\n".join([f"on {self.target.arch}{units}", *map(str, self.choices)])
 
     __repr__ = __str__
 
 
-def _program_lines(program: Program) -> list[str]:
+def _program_lines(program: Program, bridge: str) -> list[str]:
     written = f"writes {', '.join(program.updates)} in place" if program.updates else "writes none of its inputs"
-    lines = [f"through the {chosen_bridge()} bridge; {written}"]
+    lines = [f"through the {bridge} bridge; {written}"]
     lines += [f"{number}. {_launch_text(launch)}" for number, launch in enumerate(program.launches, 1)]
     if program.scratch:
         lines.append(f"scratch {format_bytes(sum(_nbytes(buffer) for _, buffer in program.scratch))}")
@@ -101,28 +106,28 @@ def explain(
         print(pp.explain(pp.paged_attention, query, cache, metadata, sliding_window=128, arch="gfx942"))
 
     Args:
-      function: a function of purepage, or of yours that calls some.
+      function: a function of purepage, or one that calls some; jitted or not.
       args, kwargs: its arguments. An array may be a `jax.ShapeDtypeStruct`, a cache a `CacheSpec`.
-      arch: "gfx942", "sm_90", "cpu", ...: what would run there, with the packages that are installed here; default: the device that JAX
-        computes on.
+      arch: an architecture or a product, "gfx942", "MI300X", "sm_90", "cpu", ...: what would run there, with the packages that are
+        installed here; default: the device that JAX computes on.
       implementation: asks for this one, as the argument of that name of each function.
 
     Returns:
       An `Explanation`; printing it shows the text.
 
     Raises:
+      ValueError: no such architecture or implementation; the message lists them.
       ValueError, TypeError: what the function itself raises for bad arguments.
     """
     if not callable(function):
         bad_type("function", function, "a function of purepage, such as pp.paged_attention")
-    if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
-        bad_value("implementation", implementation, f"None or one of {', '.join(map(repr, dispatch.IMPLEMENTATIONS))}")
-    where = default_arch() if arch is None else named_arch(arch)
+    dispatch.check_implementation(implementation)
+    target = current_target() if arch is None else named_target(arch)
     found: list[Choice] = []
 
-    def watch(operation: str, call: Any, asked: str | None) -> str:
-        found.append(_choice(operation, call, implementation or asked, where))
-        return "xla"  # serves every call; only shapes come of it
+    def interceptor(operation: str, call: Any, asked: str | None) -> str:
+        found.append(_choice(operation, call, implementation or asked, target))
+        return "xla"  # it serves every call, and the trace is only for its shapes
 
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, CacheSpec))
     leaves, caches = _with_caches(leaves, tree)
@@ -135,9 +140,9 @@ def explain(
         positional, named = jax.tree.unflatten(caches, filled)
         function(*positional, **named)
 
-    with assuming_arch(where), dispatch.intercept(watch):
+    with assuming_target(target), dispatch.intercept(interceptor):
         jax.eval_shape(shapes_only, [leaves[place] for place in traced])
-    return Explanation(where, tuple(found))
+    return Explanation(target, tuple(found))
 
 
 def _with_caches(leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
@@ -152,13 +157,11 @@ def _abstract_cache(spec: CacheSpec) -> KVCache:
     return KVCache(data, scale, scale, spec)
 
 
-def _choice(operation: str, call: Any, asked: str | None, arch: Arch) -> Choice:
-    refusals = {name: dispatch.refusals(operation, call, name, explicit=name == asked) for name in dispatch.IMPLEMENTATIONS}
+def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Choice:
+    plans = {name: dispatch.plan_with(name, operation, call, target, explicit=name == asked) for name in dispatch.IMPLEMENTATIONS}
+    reasons = {name: planned.reasons if isinstance(planned, dispatch.Unsupported) else () for name, planned in plans.items()}
     candidates = [asked] if asked is not None else list(dispatch.IMPLEMENTATIONS)
-    chosen = next((name for name in candidates if not refusals[name]), None)
-    program = None
-    if chosen == "triton":
-        from .triton import program_of
-
-        program = program_of(operation, call, arch)
-    return Choice(operation, chosen, refusals, program)
+    chosen = next((name for name in candidates if not reasons[name]), None)
+    served = plans[chosen] if chosen is not None else None
+    program = served.program if isinstance(served, dispatch.Plan) else None
+    return Choice(operation, chosen, reasons, program, target.settings.bridge)

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ..functional.target import Target, current_target, variable_of
 from ..kernels.launch import Arg, Descriptor, Launch, Program
 from . import launcher
-from .arch import Arch, default_arch
 from .callback import check_inputs
 
 OLDEST = (0, 3, 1)
@@ -33,15 +33,15 @@ _BROKEN: dict[tuple[int, ...], tuple[int, int]] = {(0, 4, 0): (0, 12), (0, 4, 1)
 """jax-triton release to the first jax whose dead-code elimination its rule does not fit."""
 
 
-def unavailable(arch: Arch | None = None) -> str | None:
-    """Why this bridge can't run on `arch` (default: the default device); None where it can."""
-    arch = default_arch() if arch is None else arch
-    if arch.platform not in ("cuda", "rocm"):
-        return f"jax runs on {arch.platform}, and jax-triton has kernels for GPUs only"
-    if arch.wave == 32 and arch.platform == "rocm":
-        return f"{arch.name} runs 32 threads a wave, and jaxlib launches Triton kernels with 64 on ROCm"
-    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        return "TRITON_INTERPRET is set: there are no compiled kernels"
+def unavailable(target: Target | None = None) -> str | None:
+    """Why this bridge can't run on `target` (default: the current one); None where it can."""
+    target = current_target() if target is None else target
+    if target.platform not in ("cuda", "rocm"):
+        return f"jax runs on {target.platform}, and jax-triton has kernels for GPUs only"
+    if target.wave_size == 32 and target.platform == "rocm":
+        return f"{target.arch} runs 32 threads a wave, and jaxlib launches Triton kernels with 64 on ROCm"
+    if target.settings.interpret:
+        return f"{variable_of('interpret')} is set: there are no compiled kernels"
     if importlib.util.find_spec("jax_triton") is None:
         return "jax-triton is not installed (pip install jax-triton)"
     try:
@@ -77,7 +77,7 @@ def _load() -> ModuleType:
             os.environ.pop("TRITON_CACHE_DIR", None)
 
 
-def run_program(program: Program, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
+def run_program(program: Program, arrays: Mapping[str, Array], target: Target | None = None) -> tuple[Array, ...]:
     """Runs a program, one custom call for each launch; see `callback.run_program`, whose results these are bit for bit.
 
     Scratch and outputs start uninitialised: the first launch that names one among its `writes` creates it, later ones update it in place.
@@ -85,12 +85,13 @@ def run_program(program: Program, arrays: Mapping[str, Array]) -> tuple[Array, .
     Raises:
       ValueError: an array is missing, or of another shape or dtype than the plan's; a launch reads what nobody wrote.
     """
+    target = current_target() if target is None else target
     names = [name for name, _ in program.inputs]
     values = {name: _as_pointed(array) for name, array in zip(names, check_inputs(program, arrays), strict=True)}
     buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     for launch in program.launches:
         if 0 not in launch.grid:
-            _run_launch(program, launch, values, buffers)
+            _run_launch(program, launch, values, buffers, target)
     for name, buffer in program.outputs:
         if name not in values:  # an empty grid; an output that no launch writes is the plan's fault and is caught by its tests
             values[name] = jnp.zeros(buffer.shape, buffer.dtype)
@@ -109,7 +110,7 @@ def _as_pointed(array: Array) -> Array:
     return array if pointed == name else jax.lax.bitcast_convert_type(array, jnp.dtype(pointed))
 
 
-def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buffers: Mapping[str, Any]) -> None:
+def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buffers: Mapping[str, Any], target: Target) -> None:
     module = _load()
     version = tuple(module.__version_info__)
     named = tuple(dict.fromkeys(arg for arg in launch.args if isinstance(arg, str)))
@@ -139,27 +140,26 @@ def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buff
                     for name in (*fresh, *updated)
                 ]
             },
-            **_options(launch, version),
+            **_options(launch, version, target),
             **{f"c_{name}": value for name, value in launch.constants},
         )
     values.update(zip((*fresh, *updated), out, strict=True))
 
 
-def _options(launch: Launch, version: tuple[int, ...]) -> dict[str, Any]:
+def _options(launch: Launch, version: tuple[int, ...], target: Target) -> dict[str, Any]:
     """Compile options. 0.3 can't pass those that tune AMD's compiler, which change no result."""
-    options = launcher.compile_options(launch, _target())
+    options = launcher.compile_options(launch, _triton_target(target))
     if version < _ALIASES_TAKE_NO_PARAMETER:
         return {"enable_fp_fusion": options["enable_fp_fusion"]}
     return {"backend_options": options}
 
 
-def _target() -> Any:
+def _triton_target(target: Target) -> Any:
     from triton.backends.compiler import GPUTarget
 
-    arch = default_arch()
-    if arch.platform == "rocm":
-        return GPUTarget("hip", arch.name, arch.wave)
-    return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.wave)
+    if target.platform == "rocm":
+        return GPUTarget("hip", target.arch, target.wave_size)
+    return GPUTarget("cuda", int(target.arch.removeprefix("sm_")), target.wave_size)
 
 
 def _is_runtime_float(arg: Arg) -> TypeGuard[float]:

@@ -19,8 +19,8 @@ from ..functional.dispatch import IMPLEMENTATIONS
 from ..functional.errors import UnsupportedError
 from ..functional.fp8 import e4m3_dtype
 from ..functional.fused_writers import rope_and_update_cache
+from ..functional.target import Target, current_target
 from ..functional.testing import assert_close, random_batch, reference_rope
-from .arch import Arch, default_arch
 
 PASSED, FAILED, REFUSED = "passed", "failed", "refused"
 
@@ -106,9 +106,9 @@ def _bytes(array: Any) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(array)).view(np.uint8)
 
 
-def cases(arch: Arch) -> tuple[Case, ...]:
-    """The grid; fp8 in the kind that the arch's hardware has."""
-    fp8 = e4m3_dtype(arch.name).type
+def cases(target: Target) -> tuple[Case, ...]:
+    """The grid; fp8 in the kind that vLLM uses on the target."""
+    fp8 = e4m3_dtype(target.arch).type
     slopes, sinks = (0.5, 0.25, 0.125, 1.0), (0.3, -1.0, 5.0, -np.inf)
     features = {
         "window": {"sliding_window": 9},
@@ -168,11 +168,11 @@ def check(
     write: Callable[[str], Any] = print,
 ) -> int:
     """Prints the table as it grows, of the cases with `only` in their name; returns 1 where a result was wrong or none right, else 0."""
-    arch = default_arch()
+    target = current_target()
     device = jax.local_devices()[0]
-    write(f"purepage self-check on {device.platform} {device.device_kind}, {arch.name}, jax {jax.__version__}")
+    write(f"purepage self-check on {device.platform} {device.device_kind}, {target.arch}, jax {jax.__version__}")
     found = []
-    grid = [case for case in (cases(arch) if grid is None else grid) if only in case.name]
+    grid = [case for case in (cases(target) if grid is None else grid) if only in case.name]
     for result in outcomes(grid, implementations):
         write(f"{result.implementation:7} {result.verdict:8} {result.case:46} {result.detail[:300]}".rstrip())
         found.append(result)

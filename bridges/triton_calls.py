@@ -1,7 +1,7 @@
-"""What the Triton plans need to know of a call: its static shape, and the arrays that a program may name. One pair an operation."""
+"""What the `triton` implementation serves of each operation, and how a call becomes a static shape, named arrays, and results again."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from ..functional.calls import (
     RotaryCall,
     UpdateCacheCall,
 )
+from ..functional.features import Serves
+from ..functional.layout import LAYOUT_PROPERTIES
+from ..kernels.archs import ARCHS
 from ..kernels.launch import Program
 from ..kernels.plans.attention import PagedAttentionShape, plan_paged_attention
 from ..kernels.plans.encoder import EncoderShape, plan_encoder_attention
@@ -26,11 +29,21 @@ from ..kernels.plans.writers import CacheShape, RopeShape, UpdateShape, plan_rop
 
 @dataclass(frozen=True)
 class Operation:
-    """How one operation is planned: what of a call is static, the plan of that, and the arrays that the program's inputs may name."""
+    """How one operation is served.
 
+    Attributes:
+      serves: the features, dtypes, layouts and architectures of its kernels.
+      shape: everything static about a call, as the one value that is planned.
+      plan: the program of a shape.
+      arrays: the arrays of a call that the inputs of a program may name.
+      results: of a call and the arrays that its program returns, what the operation returns.
+    """
+
+    serves: Serves
     shape: Callable[[Any], Any]
     plan: Callable[..., Program]
     arrays: Callable[[Any], Mapping[str, Array | None]]
+    results: Callable[[Any, tuple[Array, ...]], Any]
 
 
 def _cache_shape(cache: KVCache) -> CacheShape:
@@ -238,16 +251,102 @@ def _merge_arrays(call: MergeCall) -> dict[str, Array]:
     return {"out_a": call.out_a, "lse_a": call.lse_a, "out_b": call.out_b, "lse_b": call.lse_b}
 
 
-_QK_NORM = Operation(_qk_norm_shape, plan_rope, _qk_norm_arrays)
+def _attention_results(call: PagedAttentionCall, arrays: tuple[Array, ...]) -> tuple[Array, Array | None]:
+    """(out [T, Hq, D], lse f32[T, Hq]); the lse is None unless the call asks for it."""
+    out, *lse = arrays
+    return out, (lse[0] if lse else None)
+
+
+def _only(call: Any, arrays: tuple[Array, ...]) -> Array:
+    (result,) = arrays
+    return result
+
+
+def _as_they_are(call: Any, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    return arrays
+
+
+def _with_cache(call: Any, arrays: tuple[Array, ...]) -> Any:
+    """The last array is the buffer of the cache."""
+    cache = replace(call.cache, data=arrays[-1])
+    return (*arrays[:-1], cache) if len(arrays) > 1 else cache
+
+
+def _qk_norm_results(call: QkNormRopeUpdateCall, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array, KVCache]:
+    """(query, key, value, cache); the value is a slice of qkv, which XLA drops where it is not used."""
+    query, key, data = arrays
+    value = call.qkv[:, -key.shape[1] * key.shape[2] :].reshape(key.shape)
+    return query, key, value, replace(call.cache, data=data)
+
+
+_MODEL = frozenset(("float32", "float16", "bfloat16"))
+_FP8 = frozenset(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
+_TABLE = _MODEL | {"float64"}
+"""float64 exists only under x64; `_table` narrows it to float32, in which kernels compute."""
+_CACHE = frozenset(("quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
+_ROTARY = frozenset(("partial_rotary", "gptj_rotary"))
+_SCORES = frozenset(("score_scale", "sinks", "sliding_window", "logits_soft_cap"))
+
+
+def _serves(features: frozenset[str], *, layouts: bool = True, **dtypes: frozenset[str]) -> Serves:
+    return Serves(features=features, dtypes=dtypes, layouts=LAYOUT_PROPERTIES if layouts else frozenset(), archs=ARCHS.keys())
+
+
+_QK_NORM = Operation(
+    _serves(
+        _CACHE | _ROTARY | {"mrope_section", "is_interleaved"},
+        cache=_MODEL | _FP8,
+        qkv=_MODEL,
+        q_weight=_TABLE,
+        k_weight=_TABLE,
+        cos_sin_cache=_TABLE,
+    ),
+    _qk_norm_shape,
+    plan_rope,
+    _qk_norm_arrays,
+    _qk_norm_results,
+)
 
 OPERATIONS: Mapping[str, Operation] = {
-    "paged_attention": Operation(_paged_attention_shape, plan_paged_attention, _paged_attention_arrays),
-    "encoder_attention": Operation(_encoder_shape, plan_encoder_attention, _encoder_arrays),
-    "update_cache": Operation(_update_shape, plan_update_cache, _update_arrays),
-    "rotary_embedding": Operation(_rope_shape, plan_rope, _rotary_arrays),
-    "rope_and_update_cache": Operation(_rope_shape, plan_rope, _rope_update_arrays),
+    "paged_attention": Operation(
+        _serves(
+            _SCORES | _CACHE | {"alibi_slopes", "qq_bias", "output_scale", "return_lse", "context_only", "non_causal", "quantized_query"},
+            query=_MODEL | _FP8,
+            cache=_MODEL | _FP8,
+            output_dtype=_MODEL | _FP8,
+        ),
+        _paged_attention_shape,
+        plan_paged_attention,
+        _paged_attention_arrays,
+        _attention_results,
+    ),
+    "encoder_attention": Operation(
+        _serves(_SCORES | {"causal"}, layouts=False, query=_MODEL), _encoder_shape, plan_encoder_attention, _encoder_arrays, _only
+    ),
+    "update_cache": Operation(
+        _serves(_CACHE, cache=_MODEL | _FP8, key=_MODEL, value=_MODEL), _update_shape, plan_update_cache, _update_arrays, _with_cache
+    ),
+    "rotary_embedding": Operation(
+        _serves(_ROTARY, layouts=False, query=_MODEL, key=_MODEL, cos_sin_cache=_TABLE),
+        _rope_shape,
+        plan_rope,
+        _rotary_arrays,
+        _as_they_are,
+    ),
+    "rope_and_update_cache": Operation(
+        _serves(_CACHE | _ROTARY, cache=_MODEL | _FP8, query=_MODEL, key=_MODEL, value=_MODEL, cos_sin_cache=_TABLE),
+        _rope_shape,
+        plan_rope,
+        _rope_update_arrays,
+        _with_cache,
+    ),
     "qk_norm_rope_and_update_cache": _QK_NORM,
     "qk_norm_mrope_and_update_cache": _QK_NORM,
-    "merge_attention_states": Operation(_merge_shape, plan_merge, _merge_arrays),
+    "merge_attention_states": Operation(
+        _serves(frozenset(), layouts=False, out_a=_MODEL, out_b=_MODEL), _merge_shape, plan_merge, _merge_arrays, _as_they_are
+    ),
 }
 """By the name of the public function."""
+
+SERVES: Mapping[str, Serves] = {name: operation.serves for name, operation in OPERATIONS.items()}
+"""What the kernels serve: strides and dtypes are arguments of a kernel, so every layout, and any mixture of dtypes."""

@@ -1,128 +1,155 @@
-"""The checked, normalised form of each operation: what the public doors hand to an implementation.
+"""The checked, normalised form of each operation: what the public functions hand to an implementation.
 
 A call is a pytree. Arrays are data; everything that decides which code is traced is static. Implementations trust it: shapes agree,
-optional vectors are float32, integers are int32, a scale that a caller spelled as float, NumPy scalar, 0-d or [1] array has one form, so
-that equal calls share a trace.
+optional vectors are float32, integers are int32, and a scale has one form whether the caller passed a float, a NumPy scalar or an array of
+shape () or [1], so that equal calls share a trace. Each field says how it is accounted for, see `purepage.functional.features`.
 """
 
-from dataclasses import dataclass
-from typing import dataclass_transform
+from collections.abc import Iterator
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .cache import KVCache
+from .cache import FP8_DTYPES, KVCache
+from .features import Call, array, call_type, constant, option
 from .metadata import AttentionMetadata
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def _call(*static: str):
-    """A frozen dataclass that is a pytree, with these fields static."""
+def _cache_features(cache: KVCache, *dtypes: np.dtype) -> Iterator[str]:
+    """Features of a cache that is read by, or written from, arrays of these dtypes."""
+    if cache.spec.is_quantized:
+        yield "quantized_cache"
+        if cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2:
+            yield "scales_per_head"
+        if cache.k_scale.ndim != cache.v_scale.ndim:
+            yield "mixed_scale_ranks"
+    elif any(dtype != cache.spec.dtype and dtype.itemsize > 1 for dtype in dtypes):
+        yield "mixed_dtypes"
 
-    def register(cls):
-        cls = dataclass(frozen=True, kw_only=True)(cls)
-        data = [name for name in cls.__dataclass_fields__ if name not in static]
-        return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=list(static))
 
-    return register
-
-
-@_call("scale", "sliding_window", "logits_soft_cap", "output_dtype", "return_lse", "context_only")
-class PagedAttentionCall:
+@call_type
+class PagedAttentionCall(Call):
     """Scores are `scale * score_scale * k_scale * <query, stored key>`."""
 
-    query: Float[Array, "T Hq D"]
-    cache: KVCache
-    metadata: AttentionMetadata
-    layer: Int[Array, ""]
-    score_scale: Float[Array, ""] | None
-    """Product of everything traced that multiplies the scores: `q_scale` and a traced `scale`."""
-    alibi_slopes: Float[Array, " Hq"] | None
-    sinks: Float[Array, " Hq"] | None
-    qq_bias: Float[Array, "Lq Lk"] | None
-    output_scale: Float[Array, ""] | None
-    scale: float
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    output_dtype: np.dtype
-    return_lse: bool
-    context_only: bool = False
+    query: Float[Array, "T Hq D"] = array(dtype=True)
+    cache: KVCache = array()
+    metadata: AttentionMetadata = array()
+    layer: Int[Array, ""] = array()
+    score_scale: Float[Array, ""] | None = option()
+    """Product of all traced factors of the scores: `q_scale` and a traced `scale`."""
+    alibi_slopes: Float[Array, " Hq"] | None = option()
+    sinks: Float[Array, " Hq"] | None = option()
+    qq_bias: Float[Array, "Lq Lk"] | None = option()
+    output_scale: Float[Array, ""] | None = option()
+    scale: float = constant()
+    sliding_window: int | None = option(static=True)
+    logits_soft_cap: float | None = option(static=True, unused=0.0)
+    output_dtype: np.dtype = constant(dtype=True)
+    return_lse: bool = option(static=True)
+    context_only: bool = option(static=True, default=False)
     """Only keys before this step's tokens are seen; positions stay those in the whole sequence. Causality and the far side of a window then
-    hold by themselves. No public door sets it: `attention_with_new_tokens` does."""
+    hold by themselves. No public function sets it: `attention_with_new_tokens` does."""
+
+    def nested_features(self) -> Iterator[str]:
+        yield from _cache_features(self.cache, self.query.dtype)
+        if self.query.dtype in FP8_DTYPES:
+            yield "quantized_query"
+        if not self.metadata.causal:
+            yield "non_causal"
 
 
-@_call("scale", "sliding_window", "logits_soft_cap", "causal")
-class EncoderAttentionCall:
-    query: Float[Array, "T Hq D"]
-    key: Float[Array, "T H D"]
-    value: Float[Array, "T H D"]
-    metadata: AttentionMetadata
-    score_scale: Float[Array, ""] | None
-    sinks: Float[Array, " Hq"] | None
-    scale: float
-    sliding_window: int | None
-    logits_soft_cap: float | None
-    causal: bool
+@call_type
+class EncoderAttentionCall(Call):
+    query: Float[Array, "T Hq D"] = array(dtype=True)
+    key: Float[Array, "T H D"] = array()
+    value: Float[Array, "T H D"] = array()
+    metadata: AttentionMetadata = array()
+    score_scale: Float[Array, ""] | None = option()
+    sinks: Float[Array, " Hq"] | None = option()
+    scale: float = constant()
+    sliding_window: int | None = option(static=True)
+    logits_soft_cap: float | None = option(static=True, unused=0.0)
+    causal: bool = option(static=True)
 
 
-@_call()
-class UpdateCacheCall:
+@call_type
+class UpdateCacheCall(Call):
     """Rows of key and value at or past the end of `slot_mapping` have already been cut off."""
 
-    cache: KVCache
-    key: Float[Array, "T H D"]
-    value: Float[Array, "T H D"]
-    slot_mapping: Int[Array, " T"]
-    layer: Int[Array, ""]
+    cache: KVCache = array()
+    key: Float[Array, "T H D"] = array(dtype=True)
+    value: Float[Array, "T H D"] = array(dtype=True)
+    slot_mapping: Int[Array, " T"] = array()
+    layer: Int[Array, ""] = array()
+
+    def nested_features(self) -> Iterator[str]:
+        yield from _cache_features(self.cache, self.key.dtype, self.value.dtype)
 
 
-@_call("is_neox")
-class RotaryCall:
-    positions: Int[Array, " T"]
-    query: Float[Array, "T Hq D"]
-    key: Float[Array, "T H D"]
-    cos_sin_cache: Float[Array, "P R"]
-    is_neox: bool
+def _rotary_features(cos_sin_cache: Array, head_size: int, is_neox: bool) -> Iterator[str]:
+    if cos_sin_cache.shape[1] != head_size:
+        yield "partial_rotary"
+    if not is_neox:
+        yield "gptj_rotary"
 
 
-@_call("is_neox")
-class RopeUpdateCall:
+@call_type
+class RotaryCall(Call):
+    positions: Int[Array, " T"] = array()
+    query: Float[Array, "T Hq D"] = array(dtype=True)
+    key: Float[Array, "T H D"] = array(dtype=True)
+    cos_sin_cache: Float[Array, "P R"] = array(dtype=True)
+    is_neox: bool = constant()
+
+    def nested_features(self) -> Iterator[str]:
+        yield from _rotary_features(self.cos_sin_cache, self.query.shape[2], self.is_neox)
+
+
+@call_type
+class RopeUpdateCall(Call):
     """`slot_mapping` is padded with -1 to T tokens: a token without a slot is rotated all the same."""
 
-    query: Float[Array, "T Hq D"]
-    key: Float[Array, "T H D"]
-    value: Float[Array, "T H D"]
-    positions: Int[Array, " T"]
-    cos_sin_cache: Float[Array, "P R"]
-    cache: KVCache
-    slot_mapping: Int[Array, " T"]
-    layer: Int[Array, ""]
-    is_neox: bool
+    query: Float[Array, "T Hq D"] = array(dtype=True)
+    key: Float[Array, "T H D"] = array(dtype=True)
+    value: Float[Array, "T H D"] = array(dtype=True)
+    positions: Int[Array, " T"] = array()
+    cos_sin_cache: Float[Array, "P R"] = array(dtype=True)
+    cache: KVCache = array()
+    slot_mapping: Int[Array, " T"] = array()
+    layer: Int[Array, ""] = array()
+    is_neox: bool = constant()
+
+    def nested_features(self) -> Iterator[str]:
+        yield from _cache_features(self.cache, self.key.dtype, self.value.dtype)
+        yield from _rotary_features(self.cos_sin_cache, self.query.shape[2], self.is_neox)
 
 
-@_call("num_heads", "eps", "is_neox", "mrope_section", "is_interleaved")
-class QkNormRopeUpdateCall:
+@call_type
+class QkNormRopeUpdateCall(Call):
     """`positions` is [T], or [3, T] where `mrope_section` is given."""
 
-    qkv: Float[Array, "T C"]
-    q_weight: Float[Array, " D"]
-    k_weight: Float[Array, " D"]
-    positions: Int[Array, "..."]
-    cos_sin_cache: Float[Array, "P R"]
-    cache: KVCache
-    slot_mapping: Int[Array, " T"]
-    layer: Int[Array, ""]
-    num_heads: int
-    eps: float
-    is_neox: bool
-    mrope_section: tuple[int, int, int] | None
-    is_interleaved: bool
+    qkv: Float[Array, "T C"] = array(dtype=True)
+    q_weight: Float[Array, " D"] = array(dtype=True)
+    k_weight: Float[Array, " D"] = array(dtype=True)
+    positions: Int[Array, "..."] = array()
+    cos_sin_cache: Float[Array, "P R"] = array(dtype=True)
+    cache: KVCache = array()
+    slot_mapping: Int[Array, " T"] = array()
+    layer: Int[Array, ""] = array()
+    num_heads: int = constant()
+    eps: float = constant()
+    is_neox: bool = constant()
+    mrope_section: tuple[int, int, int] | None = option(static=True)
+    is_interleaved: bool = option(static=True)
+
+    def nested_features(self) -> Iterator[str]:
+        yield from _cache_features(self.cache, self.qkv.dtype)
+        yield from _rotary_features(self.cos_sin_cache, self.cache.spec.head_size, self.is_neox)
 
 
-@_call()
-class MergeCall:
-    out_a: Float[Array, "T Hq D"]
-    lse_a: Float[Array, "T Hq"]
-    out_b: Float[Array, "T Hq D"]
-    lse_b: Float[Array, "T Hq"]
+@call_type
+class MergeCall(Call):
+    out_a: Float[Array, "T Hq D"] = array(dtype=True)
+    lse_a: Float[Array, "T Hq"] = array()
+    out_b: Float[Array, "T Hq D"] = array(dtype=True)
+    lse_b: Float[Array, "T Hq"] = array()

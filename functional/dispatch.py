@@ -1,17 +1,25 @@
-"""Which implementation serves a call.
+"""Which implementation serves a call, and the plan that it makes of it.
 
-An implementation is a module with one function per operation that it has, and `refusals(operation, call, explicit)`, which says why it can't
-serve a call (an empty tuple: it can). Modules are imported when first considered, so the functional core needs neither torch nor triton.
+    call → implementation.plan(operation, call, target, explicit) → Plan or Unsupported → Plan.run(call)
+
+An implementation is a module with a table `SERVES` and a function `plan`; see `Implementation`. Asking whether it can serve a call is
+planning the call: there is no second answer that could differ. Modules are imported when they are first considered, so the functional core
+needs neither torch nor Triton.
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import jax
 
 from .errors import UnsupportedError, bad_value
+from .features import Serves
+from .target import Target, current_target
 
 IMPLEMENTATIONS: Mapping[str, str] = {
     "aiter": "purepage.bridges.aiter",
@@ -19,77 +27,138 @@ IMPLEMENTATIONS: Mapping[str, str] = {
     "pallas": "purepage.kernels.pallas",
     "xla": "purepage.kernels.xla",
 }
-"""Module of each implementation, best first."""
+"""Module of each implementation, in the order in which they are tried."""
 
 
-Watcher = Callable[[str, Any, str | None], str]
-_WATCHER: ContextVar[Watcher | None] = ContextVar("purepage_watcher", default=None)
+@dataclass(frozen=True)
+class Plan:
+    """What an implementation does for calls like the one that was planned.
+
+    Attributes:
+      run: takes the call and what the operation takes beside it, returns the operation's results.
+      program: the Triton launches, a `purepage.kernels.launch.Program`; None where there are none.
+    """
+
+    run: Callable[..., Any]
+    program: Any = None
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Why an implementation does not serve a call; one sentence each, with the argument that it can't serve."""
+
+    reasons: tuple[str, ...]
+
+
+class Implementation(Protocol):
+    """What the module of an implementation has."""
+
+    SERVES: Mapping[str, Serves]
+    """What it serves of each operation. Anything else is refused before `plan` is called."""
+
+    def plan(self, operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
+        """The plan of a call that `SERVES` admits.
+
+        `explicit` is False where the caller named no implementation: then one also declines what it can do but should not be picked for,
+        such as kernels in an interpreter.
+        """
+        ...
+
+
+Interceptor = Callable[[str, Any, str | None], str]
+_INTERCEPTOR = jax.make_user_context(None)
 
 
 @contextmanager
-def intercept(watcher: Watcher) -> Iterator[None]:
-    """Inside, every `run` first calls `watcher(operation, call, implementation)`, and runs the implementation that it returns."""
-    token = _WATCHER.set(watcher)
-    try:
+def intercept(interceptor: Interceptor) -> Iterator[None]:
+    """Inside, every `run` first calls `interceptor(operation, call, implementation)` and runs the implementation that it returns.
+
+    The interceptor is part of the key of `jax.jit`: functions that were jitted and called before are traced again inside, and what is
+    traced inside is not used outside.
+    """
+    with _INTERCEPTOR(interceptor):
         yield
-    finally:
-        _WATCHER.reset(token)
 
 
-def _module(name: str) -> ModuleType | None:
+def _module(name: str) -> Any:
+    """The module of an implementation; None where it is not part of the installation."""
     path = IMPLEMENTATIONS[name]
+    return sys.modules.get(path) or _imported(path)
+
+
+@cache
+def _imported(path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        if error.name != path:  # the module is there, but something that it needs is not: that must be heard
+        if error.name != path:  # the module exists and one of its imports is missing: that is an error, not an absence
             raise
         return None
 
 
-def refusals(operation: str, call: Any, implementation: str, *, explicit: bool) -> tuple[str, ...]:
-    """Why `implementation` can't serve `call`, one reason an entry; empty where it can.
+def check_implementation(implementation: Any) -> str | None:
+    """`implementation`, checked.
 
-    `explicit` is False when the caller left the choice to us: then an implementation also declines what it can do but should not be picked
-    for, such as kernels through an interpreter.
+    Raises:
+      ValueError: it is neither None nor one of the names; the message lists them.
     """
+    if implementation is not None and not (isinstance(implementation, str) and implementation in IMPLEMENTATIONS):
+        bad_value("implementation", implementation, f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    return implementation
+
+
+def plan_with(implementation: str, operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
+    """The plan of one implementation, or why it has none."""
     module = _module(implementation)
     if module is None:
-        return ("not part of this installation",)
-    if not hasattr(module, operation):
-        return (f"has no kernel for {operation}",)
-    return tuple(module.refusals(operation, call, explicit))
+        return Unsupported(("not part of this installation",))
+    serves = module.SERVES.get(operation)
+    if serves is None:
+        return Unsupported((f"has no kernel for {operation}",))
+    reasons = serves.unsupported_reasons(call, target)
+    if reasons:
+        return Unsupported(reasons)
+    return module.plan(operation, call, target, explicit=explicit)
 
 
-def choose(operation: str, call: Any, implementation: str | None = None) -> str:
-    """The implementation that serves `call`.
+def unsupported_reasons(operation: str, call: Any, implementation: str, target: Target, *, explicit: bool) -> tuple[str, ...]:
+    """Why `implementation` does not serve `call` on `target`; empty where it does."""
+    planned = plan_with(implementation, operation, call, target, explicit=explicit)
+    return planned.reasons if isinstance(planned, Unsupported) else ()
+
+
+def choose(operation: str, call: Any, implementation: str | None = None) -> tuple[str, Plan]:
+    """The implementation that serves `call`, and its plan.
+
+    Args:
+      operation: name of the operation.
+      call: one of `purepage.functional.calls`.
+      implementation: the one to take; None: the first that serves the call.
 
     Raises:
       ValueError: `implementation` is not one of the names.
       UnsupportedError: the named one, or every one, can't serve the call; the message has each reason.
     """
-    if implementation is None:
-        reasons = {}
-        for name in IMPLEMENTATIONS:
-            reasons[name] = refusals(operation, call, name, explicit=False)
-            if not reasons[name]:
-                return name
+    target, asked = current_target(), check_implementation(implementation)
+    refused = {}
+    for name in IMPLEMENTATIONS if asked is None else (asked,):
+        planned = plan_with(name, operation, call, target, explicit=asked is not None)
+        if isinstance(planned, Plan):
+            return name, planned
+        refused[name] = planned.reasons
+    if asked is None:
         raise UnsupportedError(
-            f"no implementation can serve this {operation}: " + "; ".join(f"{n}: {', '.join(r)}" for n, r in reasons.items())
+            f"no implementation can serve this {operation}: " + "; ".join(f"{name}: {', '.join(why)}" for name, why in refused.items())
         )
-    if implementation not in IMPLEMENTATIONS:
-        bad_value("implementation", implementation, f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    why = refusals(operation, call, implementation, explicit=True)
-    if not why:
-        return implementation
-    others = [name for name in IMPLEMENTATIONS if name != implementation and not refusals(operation, call, name, explicit=True)]
+    others = [n for n in IMPLEMENTATIONS if n != asked and not unsupported_reasons(operation, call, n, target, explicit=True)]
     able = f"{', '.join(others)} can" if others else "no other can either"
-    raise UnsupportedError(f"{implementation} can't serve this {operation}: {', '.join(why)}; {able}")
+    raise UnsupportedError(f"{asked} can't serve this {operation}: {', '.join(refused[asked])}; {able}")
 
 
 def run(operation: str, call: Any, implementation: str | None, *operands: Any) -> Any:
-    """Runs `call` (and what the operation takes beside it) with the implementation of that name, or the best that can serve it."""
-    watcher = _WATCHER.get()
-    if watcher is not None:
-        implementation = watcher(operation, call, implementation)
-    module = _module(choose(operation, call, implementation))
-    return getattr(module, operation)(call, *operands)
+    """Runs `call` (and what the operation takes beside it) with the implementation of that name, or the first that can serve it."""
+    interceptor = _INTERCEPTOR.value
+    if interceptor is not None:
+        implementation = interceptor(operation, call, check_implementation(implementation))
+    _, planned = choose(operation, call, implementation)
+    return planned.run(call, *operands)

@@ -7,12 +7,13 @@ and gathering read the string; no layout has code of its own. Names:
     D/x x   a channel split in vectors of x elements (16 bytes): d // x, d % x
     N/x x   a token's place split likewise: n // x, n % x
 
-Source of the layouts: vLLM's `KVCacheLayout` and `PagedAttention.split_kv_cache`, AITER's shuffled cache (SEMANTICS.md, II.2 and II.6).
+Source of the layouts: vLLM's `KVCacheLayout` and `PagedAttention.split_kv_cache`, AITER's shuffled cache (docs/semantics.md,
+Cache and writers).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 CONTENTS: Mapping[str, tuple[str, str]] = {
     "packed": ("H N 2 D", "H N 2 D"),
@@ -36,16 +37,98 @@ _PHYSICAL: Mapping[str, str] = {
 """Axes of the buffer itself: the finest that key and value share, so that the head axis can be sharded in every layout."""
 
 
+LAYOUT_PROPERTIES = frozenset(
+    (
+        "tokens_are_rows",
+        "heads_are_adjacent",
+        "sides_are_adjacent",
+        "sides_are_apart",
+        "key_has_vectors_of_channels",
+        "value_has_vectors_of_tokens",
+        "value_has_tokens_innermost",
+    )
+)
+"""Names of all properties that a `Layout` of the table has: its questions."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What kernels ask of a layout. `key` and `value` are the axes of one block of a side, the axis "2" included.
+
+    Attributes:
+      name: as in `CONTENTS`.
+      key, value: axis names.
+    """
+
+    name: str
+    key: tuple[str, ...]
+    value: tuple[str, ...]
+
+    @property
+    def tokens_are_rows(self) -> bool:
+        """The D channels of a token's head are contiguous, in key and value, and tokens are equally far apart."""
+        return all(axes[-1] == "D" and "N" in axes for axes in (self.key, self.value))
+
+    @property
+    def heads_are_adjacent(self) -> bool:
+        """The heads of a token follow each other: its H * D channels are contiguous."""
+        return all(axes[-2:] == ("H", "D") for axes in (self.key, self.value))
+
+    @property
+    def sides_are_adjacent(self) -> bool:
+        """A token's value follows its key, head by head."""
+        return all(axes[-2:] == ("2", "D") for axes in (self.key, self.value))
+
+    @property
+    def sides_are_apart(self) -> bool:
+        """All keys of a block are contiguous, and all values."""
+        return all(axes[0] == "2" for axes in (self.key, self.value))
+
+    @property
+    def key_has_vectors_of_channels(self) -> bool:
+        """A key block is [H, D/x, N, x]."""
+        return self.key[1:] == ("H", "D/x", "N", "x")
+
+    @property
+    def value_has_vectors_of_tokens(self) -> bool:
+        """A value block is [H, N/x, D, x]."""
+        return self.value[1:] == ("H", "N/x", "D", "x")
+
+    @property
+    def value_has_tokens_innermost(self) -> bool:
+        """A value block is [H, D, N]."""
+        return self.value[1:] == ("H", "D", "N")
+
+    @cached_property
+    def properties(self) -> frozenset[str]:
+        """Names of the questions above that are answered with yes, and a name of its own for a side that none of them describes."""
+        found = {name for name in LAYOUT_PROPERTIES if getattr(self, name)}
+        if not (self.tokens_are_rows or self.key_has_vectors_of_channels):
+            found.add(f"key axes [{', '.join(self.key)}]")
+        if not (self.tokens_are_rows or self.value_has_vectors_of_tokens or self.value_has_tokens_innermost):
+            found.add(f"value axes [{', '.join(self.value)}]")
+        return frozenset(found)
+
+
+@cache
+def layout_of(content: str) -> Layout:
+    """The `Layout` of a content of the table."""
+    key, value = CONTENTS[content]
+    return Layout(content, tuple(key.split()), tuple(value.split()))
+
+
 def _with_order(axes: str, order: str) -> tuple[str, ...]:
     slot, *rest = axes.split()
     return ("L", "B", slot, *rest) if order == "LBHNC" else ("L", slot, "B", *rest)
 
 
+@cache
 def physical_axes(content: str, order: str) -> tuple[str, ...]:
     """Names of the physical buffer's axes; `"2D"` and `"DN"` are merged ones."""
     return _with_order(_PHYSICAL[content], order)
 
 
+@cache
 def side_axes(content: str, order: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the axes of the (key, value) views; each is a reshape of the buffer, never a transpose."""
     key, value = CONTENTS[content]
@@ -63,7 +146,9 @@ class Extents:
     head_size: int
     vector: int
 
-    def of(self, axis: str) -> int:
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis by its name."""
         return {
             "L": self.num_layers,
             "B": self.num_blocks,
@@ -76,10 +161,13 @@ class Extents:
             "N/x": self.block_size // self.vector,
             "2D": 2 * self.head_size,
             "DN": self.head_size * self.block_size,
-        }[axis]
+        }
+
+    def of(self, axis: str) -> int:
+        return self.sizes[axis]
 
     def shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self.of(axis) for axis in axes)
+        return tuple(map(self.sizes.__getitem__, axes))
 
 
 @dataclass(frozen=True)

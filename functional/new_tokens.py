@@ -19,6 +19,7 @@ from .calls import PagedAttentionCall
 from .cascade import merge_attention_states, sequence_of_tokens
 from .fp8 import quantize
 from .metadata import AttentionMetadata
+from .target import current_target
 
 ONE_PASS = "paged_attention_with_new_tokens"
 """The operation, a function of (PagedAttentionCall, key, value)."""
@@ -45,8 +46,8 @@ def attention_with_new_tokens(
       UnsupportedError: the named implementation can't serve a part.
     """
     call = paged_attention_call(query, cache, metadata, **options)
-    chosen = dispatch.choose("paged_attention", call, implementation)
-    if dispatch.refusals(ONE_PASS, call, chosen, explicit=True):
+    chosen, _ = dispatch.choose("paged_attention", call, implementation)
+    if dispatch.unsupported_reasons(ONE_PASS, call, chosen, current_target(), explicit=True):
         return _two_parts(call, key, value, implementation)
     out, _ = dispatch.run(ONE_PASS, call, chosen, key, value)
     return out

@@ -123,14 +123,14 @@ def test_an_editable_install_is_one_static_path_that_holds_every_module(checkout
 
 USER_PROGRAM = """
 import purepage as pp
-from purepage.bridges.arch import Arch
 from purepage.functional.cache import CacheSpec
+from purepage.functional.target import Target
 from purepage.kernels.launch import Launch
 
 spec: CacheSpec = pp.CacheSpec(num_blocks=8, block_size=16, num_kv_heads=2, head_size=32)
 reveal_type(pp.init_cache(spec))
 reveal_type(Launch)
-reveal_type(Arch)
+reveal_type(Target)
 """
 
 

@@ -16,9 +16,10 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 from purepage.bridges import triton as bridge
 from purepage.bridges.aiter import rules as aiter_rules
-from purepage.bridges.arch import named_arch
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
+from purepage.functional.dispatch import Plan
+from purepage.functional.target import Settings, named_target
 from purepage.kernels.archs import amd_archs
 
 PAGE = Path(__file__).parents[1] / "docs/rocm.md"
@@ -102,9 +103,10 @@ def table():
         call, cells = make(), []
         for arch in archs:
             serving = []
-            if not aiter_rules.rule_refusals(operation, call, True, named_arch(arch)):
+            target = named_target(arch, Settings())
+            if not aiter_rules.unsupported_reasons(operation, call, target, explicit=True):
                 serving.append("aiter")
-            if not bridge.plan_refusals(operation, call, arch):
+            if isinstance(bridge.plan_launches(operation, call, target), Plan):
                 serving.append("triton")
             cells.append(", ".join(serving) or "-")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -61,8 +61,8 @@ class PagedDecode:
         package.load("paged_attention_decode")(**self.arguments(inputs, outputs[0]))
 
 
-def paged_decode(call: PagedAttentionCall) -> Array:
-    """out [T, Hq, D]."""
+def paged_decode(call: PagedAttentionCall) -> tuple[Array, None]:
+    """(out [T, Hq, D], None)."""
     operator, arrays = plan_paged_decode(call)
     results = [jax.ShapeDtypeStruct(arrays["query"].shape, jnp.float32)]
     (rows,) = call_torch(operator, [arrays[name] for name in operator.names], results)
@@ -70,7 +70,7 @@ def paged_decode(call: PagedAttentionCall) -> Array:
     out = jnp.take(rows, sequence, axis=0)
     if call.cache.spec.is_quantized:
         out = out * _of_query_heads(call.cache.v_scale[call.layer], call)
-    return jnp.where(visible[:, None, None], out, 0.0).astype(call.output_dtype)
+    return jnp.where(visible[:, None, None], out, 0.0).astype(call.output_dtype), None
 
 
 def plan_paged_decode(call: PagedAttentionCall) -> tuple[PagedDecode, dict[str, Array]]:

@@ -1,6 +1,6 @@
 """Finding AITER's operators, whatever the release: by import path and signature, never by version.
 
-On a ROCm machine the package is imported as it is, but for one helper of its attention kernels (`aiter_soft_cap`). Elsewhere its `__init__`
+On a ROCm machine the package is imported as it is, but for one helper of its attention kernels (see `soft_cap`). Elsewhere its `__init__`
 files, which look for a ROCm install, are side-stepped: only the Triton operators can then be used, on NVIDIA GPUs (for benchmarks) and
 through Triton's interpreter (for tests).
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..arch import Arch, default_arch
+from ...functional.target import Target, current_target
 
 PACKAGE = "aiter"
 FOREIGN_ARCH = "gfx950"
@@ -52,6 +52,10 @@ OPERATORS: Mapping[str, Operator] = {
     )
 }
 """What the adapters call. The HIP operators were never run by this project: see docs/rocm.md."""
+
+
+QK_NORM_OPERATORS = ("fused_qk_norm_rope_cache_pts_quant_shuffle", "fused_qk_norm_mrope_3d_cache_pts_quant_shuffle")
+"""Names of the qk-norm writers: without and with sections of multimodal positions."""
 
 
 @cache
@@ -98,14 +102,14 @@ def parameters(name: str) -> tuple[str, ...]:
     return tuple(argument.arg for argument in (*found[1].args.args, *found[1].args.kwonlyargs)) if found else ()
 
 
-def why_not(name: str, arch: Arch) -> str | None:
+def unavailable(name: str, target: Target) -> str | None:
     """Why an operator can't run on this machine at all; None where it can."""
     if root() is None:
         return "needs amd-aiter, not installed here: see docs/rocm.md"
     if source(name) is None:
         return f"the installed AITER has no {name}"
-    if OPERATORS[name].hip and arch.platform != "rocm":
-        return f"{name} is HIP code: it runs on rocm, not {arch.platform}"
+    if OPERATORS[name].hip and target.platform != "rocm":
+        return f"{name} is HIP code: it runs on rocm, not {target.platform}"
     return None
 
 
@@ -119,11 +123,11 @@ def load(name: str) -> Callable[..., Any]:
     found = source(name)
     if found is None:
         raise RuntimeError(f"AITER: no {name} in {[f'{PACKAGE}.{m}' for m in OPERATORS[name].modules]} of {root()}")
-    arch = default_arch()
-    if arch.platform != "rocm":
-        _side_step(arch)
+    platform = current_target().platform
+    if platform != "rocm":
+        _side_step(platform)
     module = importlib.import_module(f"{PACKAGE}.{found[0]}")
-    if arch.platform == "cuda":
+    if platform == "cuda":
         _strip_amd_options(module)
     if name == "unified_attention" and soft_cap_module():
         from .soft_cap import apply_softcap
@@ -138,13 +142,14 @@ def load(name: str) -> Callable[..., Any]:
 
 def e4m3_name() -> str:
     """The fp8 kind that AITER's Triton operators of this process take for e4m3: "float8_e4m3fn" or "float8_e4m3fnuz"."""
-    if default_arch().platform != "rocm":
-        _side_step(default_arch())
+    platform = current_target().platform
+    if platform != "rocm":
+        _side_step(platform)
     return str(importlib.import_module(f"{PACKAGE}.ops.triton.utils.types").e4m3_dtype).removeprefix("torch.")
 
 
 @cache
-def _side_step(arch: Arch) -> None:
+def _side_step(platform: str) -> None:
     """Lets the Triton operators be imported where no ROCm is: bare packages, an architecture, a number of compute units."""
     if PACKAGE not in sys.modules:
         base = root()
@@ -154,7 +159,7 @@ def _side_step(arch: Arch) -> None:
             sys.modules[name] = package
     arch_info = importlib.import_module(f"{PACKAGE}.ops.triton.utils._triton.arch_info")
     arch_info.get_arch = lambda: FOREIGN_ARCH  # pyright: ignore[reportAttributeAccessIssue]
-    if arch.platform == "cpu":
+    if platform == "cpu":
         device_info = importlib.import_module(f"{PACKAGE}.ops.triton.utils.device_info")
         device_info.get_num_sms = lambda: FOREIGN_COMPUTE_UNITS  # pyright: ignore[reportAttributeAccessIssue]
 

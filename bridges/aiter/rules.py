@@ -1,56 +1,154 @@
-"""What AITER's operators can't do right, as rules: a reason for each call that they would serve wrongly.
+"""Which of AITER's operators serves a call, and what they can't do right: a reason for each call that they would serve wrongly.
 
-`SEMANTICS.md` Part I holds for what passes; docs/rocm.md lists the limits that remain.
+The semantics are those of docs/semantics.md; docs/rocm.md lists the limits that remain.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from ...functional.cache import CacheSpec, KVCache
+from ...functional.cache import CacheSpec
 from ...functional.calls import PagedAttentionCall, QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
+from ...functional.features import Serves
+from ...functional.layout import LAYOUT_PROPERTIES, layout_of
+from ...functional.target import Target, variable_of
 from ...kernels.archs import ARCHS, find_arch
-from ..arch import Arch, default_arch
-from ..triton import INTERPRETER_HINT, INTERPRETER_VARIABLE
+from ..triton import INTERPRETER_HINT
 from . import package as package
 from .views import why_no_pages
 
-FINITE_VARIABLE = "PUREPAGE_AITER_FINITE_CACHE"
-"""Environment variable: 1 promises that slots which nobody sees hold no NaN or Inf. AITER's split and decode kernels read whole pages and
-weigh what they should not see by 0, so without the promise its masked kernel serves every call."""
-
-DECODE_VARIABLE = "PUREPAGE_AITER_PAGED_DECODE"
-"""Environment variable: 1 sends steps of one query a sequence to AITER's paged decode, where it can serve them."""
+FINITE_VARIABLE = variable_of("aiter_finite_cache")
+DECODE_VARIABLE = variable_of("aiter_paged_decode")
 
 SPLIT_KERNEL_FROM = 512
 """AITER's choice between its two kernels: never the split one for at most this many keys."""
 
-_FULL = tuple(jnp.dtype(name) for name in ("float16", "bfloat16"))
+_HALF = frozenset(("float16", "bfloat16"))
+_E4M3 = frozenset(("float8_e4m3fn", "float8_e4m3fnuz"))
+_MODEL = frozenset(("float32", "float16", "bfloat16"))
+_TABLE = _MODEL | {"float64"}
+_ROTARY = frozenset(("partial_rotary", "gptj_rotary"))
+_ARCHS = ARCHS.keys()
+_ROWS = frozenset(("tokens_are_rows", "heads_are_adjacent", "sides_are_adjacent", "sides_are_apart"))
+_UNSCALED = "its fp8 store neither divides by the scale nor clamps: update_cache of another implementation does"
+_ONE_SCALE = "reads one scale per layer, not one per KV head"
 
-RECORD_VARIABLE = "PUREPAGE_AITER_COMMAND_BUFFER"
-"""Environment variable: 1 lets XLA record operators that allocate nothing into its command buffers. They must have run once in the process
-with the same shapes, unrecorded: AITER's kernels compile when first called, which a recording does not survive."""
+UNIFIED_ATTENTION = Serves(
+    features=frozenset(
+        ("score_scale", "alibi_slopes", "sinks", "sliding_window", "logits_soft_cap", "output_scale", "quantized_query", "quantized_cache")
+    ),
+    dtypes={"query": _HALF | _E4M3, "cache": _HALF | _E4M3, "output_dtype": _MODEL | _E4M3},
+    layouts=_ROWS,
+    archs=_ARCHS,
+    because={
+        "non_causal": "causal only (metadata.causal)",
+        "context_only": "attends whole sequences, not the part before this step's tokens",
+        "return_lse": "returns no log-sum-exp (return_lse)",
+        "qq_bias": "reads a tree's bias as wide as its row stride, unmasked by rows (qq_bias)",
+        "scales_per_head": _ONE_SCALE,
+        "mixed_dtypes": "multiplies queries by keys of another dtype wrongly: one dtype, or an fp8 cache (query, cache.spec.dtype)",
+    },
+)
+"""Of `unified_attention`."""
+
+PAGED_DECODE = Serves(
+    features=frozenset(("score_scale", "alibi_slopes", "quantized_cache", "scales_per_head", "mixed_scale_ranks", "non_causal")),
+    dtypes={"query": _HALF, "cache": _HALF | _E4M3, "output_dtype": _MODEL},
+    layouts=_ROWS,
+    archs=_ARCHS,
+    because={
+        "sliding_window": "has no window (sliding_window)",
+        "logits_soft_cap": "has no soft cap (logits_soft_cap)",
+        "sinks": "has no sinks (sinks)",
+        "return_lse": "returns no log-sum-exp (return_lse)",
+        "qq_bias": "adds no bias (qq_bias)",
+        "context_only": "sees the new token, too",
+        "output_scale": "writes no fp8 (output_scale)",
+        "mixed_dtypes": "multiplies queries by keys of another dtype wrongly: one dtype, or an fp8 cache (query, cache.spec.dtype)",
+    },
+)
+"""Of `paged_attention_decode`. Causality does not matter to one query, which is the last of its sequence."""
+
+_WRITER = {"quantized_cache": _UNSCALED, "scales_per_head": _ONE_SCALE, "mixed_dtypes": "needs keys and values of the cache's dtype"}
+_QK_NORM = Serves(
+    features=_ROTARY | {"mrope_section", "is_interleaved"},
+    dtypes={"cache": _HALF, "qkv": _HALF, "q_weight": _HALF, "k_weight": _HALF, "cos_sin_cache": _HALF},
+    layouts=_ROWS,
+    archs=_ARCHS,
+    because={**_WRITER, "mixed_dtypes": "needs qkv of the cache's dtype"},
+)
+
+SERVES: Mapping[str, Serves] = {
+    "paged_attention": Serves(
+        features=UNIFIED_ATTENTION.features | PAGED_DECODE.features,
+        dtypes=UNIFIED_ATTENTION.dtypes,
+        layouts=_ROWS,
+        archs=_ARCHS,
+        because=UNIFIED_ATTENTION.because,
+    ),
+    "update_cache": Serves(dtypes={"cache": _HALF, "key": _HALF, "value": _HALF}, layouts=LAYOUT_PROPERTIES, archs=_ARCHS, because=_WRITER),
+    "rope_and_update_cache": Serves(
+        features=frozenset(("gptj_rotary",)),
+        dtypes={"cache": _HALF, "query": _HALF, "key": _HALF, "value": _HALF, "cos_sin_cache": _TABLE},
+        layouts=_ROWS | {"key_has_vectors_of_channels", "value_has_tokens_innermost"},
+        archs=_ARCHS,
+        because={**_WRITER, "partial_rotary": "rotates whole heads only (cos_sin_cache narrower than head_size)"},
+    ),
+    "qk_norm_rope_and_update_cache": _QK_NORM,
+    "qk_norm_mrope_and_update_cache": _QK_NORM,
+}
+"""What one of AITER's operators for an operation serves; the rules below say more about each operator."""
 
 
-def recording_allowed() -> bool:
-    return os.environ.get(RECORD_VARIABLE) == "1"
+def unsupported_reasons(operation: str, call: Any, target: Target, *, explicit: bool) -> tuple[str, ...]:
+    """What the operator itself can't do on a target, whatever is installed here; empty where it can serve the call."""
+    operator = operator_of(operation, call, target)
+    reasons = [*_reasons_of(operator, call, target)]
+    hip_archs = [facts.name for facts in ARCHS.values() if facts.aiter_hip]
+    if package.OPERATORS[operator].hip and target.arch not in hip_archs:
+        reasons.insert(0, f"{operator} is HIP code for {' and '.join(hip_archs)}, not {target.arch}")
+    if not explicit and operator == "paged_attention_decode" and not target.settings.aiter_paged_decode:
+        hint = f"its paged decode can, asked for by name or with {DECODE_VARIABLE}=1"
+        reasons = [*_reasons_of("unified_attention", call, target), hint]
+    if not explicit and operator == "unified_attention" and not target.settings.aiter_finite_cache and splits_a_sequence(call, target):
+        reasons.append(
+            f"its split kernel lets NaN of unused slots through; {FINITE_VARIABLE}=1 promises that there is none, or ask for it by name"
+        )
+    return tuple(reasons)
 
 
-def finite_cache_promised() -> bool:
-    return os.environ.get(FINITE_VARIABLE) == "1"
+def operator_of(operation: str, call: Any, target: Target) -> str:
+    """The AITER operator that serves an operation."""
+    if operation == "paged_attention":
+        return "paged_attention_decode" if decodes(call, target) else "unified_attention"
+    if operation == "update_cache":
+        return "reshape_and_cache_flash" if layout_of(call.cache.spec.content).tokens_are_rows else "reshape_and_cache"
+    return {
+        "rope_and_update_cache": "fused_qk_rope_reshape_and_cache",
+        "qk_norm_rope_and_update_cache": "fused_qk_norm_rope_cache_pts_quant_shuffle",
+        "qk_norm_mrope_and_update_cache": "fused_qk_norm_mrope_3d_cache_pts_quant_shuffle",
+    }[operation]
 
 
-def paged_decode_wanted() -> bool:
-    return os.environ.get(DECODE_VARIABLE) == "1"
+def not_here(target: Target, *, explicit: bool) -> str | None:
+    """Why AITER does not run on this kind of device; None where it does."""
+    if target.platform == "rocm":
+        return None
+    if target.platform not in ("cpu", "cuda"):
+        return f"runs on rocm, not {target.platform}"
+    if not explicit:
+        return f"runs on rocm, not {target.platform}, unless asked for by name (for tests and benchmarks)"
+    if target.platform == "cpu" and not target.settings.interpret:
+        return f"runs on rocm; on a CPU only through Triton's interpreter: {INTERPRETER_HINT}"
+    return None
 
 
-def decodes(call: PagedAttentionCall, arch: Arch) -> bool:
+def decodes(call: PagedAttentionCall, target: Target) -> bool:
     """Whether AITER's paged decode serves a call, and not `unified_attention`: it can, and is asked for or the other can't."""
-    if package.source("paged_attention_decode") is None or any(_paged_decode(call, arch)):
+    if package.source("paged_attention_decode") is None or _reasons_of("paged_attention_decode", call, target):
         return False
-    return paged_decode_wanted() or any(_unified_attention(call, arch))
+    return target.settings.aiter_paged_decode or bool(_reasons_of("unified_attention", call, target))
 
 
 def takes_score_scale() -> bool:
@@ -58,150 +156,66 @@ def takes_score_scale() -> bool:
     return "q_scales" in package.parameters("unified_attention")
 
 
-def platform_fp8(arch: Arch) -> str | None:
-    """The fp8 kind that AITER means on an architecture; None where it has none that works."""
-    facts = find_arch(package.FOREIGN_ARCH if arch.platform != "rocm" else arch.name)
+def platform_fp8(target: Target) -> str | None:
+    """The fp8 kind that AITER means on a target; None where it has none that works."""
+    facts = find_arch(package.FOREIGN_ARCH if target.platform != "rocm" else target.arch)
     return None if facts is None else facts.aiter_e4m3
 
 
-def splits_every_decode(arch: Arch) -> bool:
-    """Whether AITER splits each decode step on an architecture, however many programs there are."""
-    facts = find_arch(arch.name)
+def splits_every_decode(target: Target) -> bool:
+    """Whether AITER splits each decode step on a target, however many programs there are."""
+    facts = find_arch(target.arch)
     return facts is not None and facts.aiter_splits_decode
 
 
-def splits_a_sequence(call: PagedAttentionCall) -> bool:
+def splits_a_sequence(call: PagedAttentionCall, target: Target) -> bool:
     """Whether AITER, left to itself, would spread each sequence over several programs, which its masked kernel does not."""
-    arch, decode, sequences = default_arch(), call.metadata.max_query_len == 1, call.metadata.seq_lens.shape[0]
-    heads, kv_heads = call.query.shape[1], call.cache.local_spec.num_kv_heads
-    rows = max(16 // (heads // kv_heads), 1)
-    programs = ((sequences if decode else call.query.shape[0]) // rows + sequences) * kv_heads
-    few = programs <= 4 * arch.compute_units or (decode and splits_every_decode(arch))
-    return call.sliding_window is None and (call.metadata.max_seq_len or _width(call)) > SPLIT_KERNEL_FROM and few
+    decode, sequences, spec = call.metadata.max_query_len == 1, call.metadata.seq_lens.shape[0], call.cache.local_spec
+    rows = max(16 // (call.query.shape[1] // spec.num_kv_heads), 1)
+    programs = ((sequences if decode else call.query.shape[0]) // rows + sequences) * spec.num_kv_heads
+    few = programs <= 4 * target.compute_units or (decode and splits_every_decode(target))
+    longest = call.metadata.max_seq_len or call.metadata.block_table.shape[1] * spec.block_size
+    return call.sliding_window is None and longest > SPLIT_KERNEL_FROM and few
 
 
-def _width(call: PagedAttentionCall) -> int:
-    return call.metadata.block_table.shape[1] * call.cache.local_spec.block_size
+def _reasons_of(operator: str, call: Any, target: Target) -> list[str]:
+    """Why an operator can't serve a call on a target."""
+    declared, rules = _OPERATORS[operator]
+    return [*declared.unsupported_reasons(call, target), *(reason for reason in rules(call, target) if reason)]
 
 
-def refusals(operation: str, call: Any, explicit: bool) -> tuple[str, ...]:
-    """Why AITER can't serve this call here; see `purepage.functional.dispatch`."""
-    arch = default_arch()
-    why = package.why_not(operator_of(operation, call, arch), arch) or _why_not_here(arch, explicit)
-    if why:
-        return (why,)
-    return rule_refusals(operation, call, explicit, arch)
-
-
-def rule_refusals(operation: str, call: Any, explicit: bool, arch: Arch) -> tuple[str, ...]:
-    """What the operator itself can't do on an architecture, wherever it is asked."""
-    reasons = _RULES[operation](call, arch)
-    name = operator_of(operation, call, arch)
-    hip_archs = [facts.name for facts in ARCHS.values() if facts.aiter_hip]
-    if package.OPERATORS[name].hip and arch.name not in hip_archs:
-        reasons = (f"{name} is HIP code for {' and '.join(hip_archs)}, not {arch.name}", *reasons)
-    if not explicit and name == "paged_attention_decode" and not paged_decode_wanted():
-        hint = f"its paged decode can, asked for by name or with {DECODE_VARIABLE}=1"
-        reasons = (*_unified_attention(call, arch), hint)
-    if not explicit and name == "unified_attention":
-        reasons = (*reasons, *_declined(call))
-    return tuple(reason for reason in reasons if reason)
-
-
-def operator_of(operation: str, call: Any, arch: Arch) -> str:
-    """The AITER operator that serves an operation."""
-    flash = operation == "update_cache" and call.cache.local_spec.content == "flash"
-    decode = operation == "paged_attention" and decodes(call, arch)
-    return {
-        "paged_attention": "paged_attention_decode" if decode else "unified_attention",
-        "update_cache": "reshape_and_cache_flash" if flash else "reshape_and_cache",
-        "rope_and_update_cache": "fused_qk_rope_reshape_and_cache",
-        "qk_norm_rope_and_update_cache": "fused_qk_norm_rope_cache_pts_quant_shuffle",
-        "qk_norm_mrope_and_update_cache": "fused_qk_norm_mrope_3d_cache_pts_quant_shuffle",
-    }[operation]
-
-
-def _why_not_here(arch: Arch, explicit: bool) -> str | None:
-    if arch.platform == "rocm":
+def _cache_dtype_reason(spec: CacheSpec, target: Target) -> str | None:
+    """Of a cache whose dtype is one that AITER knows."""
+    kind = platform_fp8(target)
+    if not spec.is_quantized or spec.dtype.name == kind:
         return None
-    if arch.platform not in ("cpu", "cuda"):
-        return f"runs on rocm, not {arch.platform}"
-    if not explicit:
-        return f"runs on rocm, not {arch.platform}, unless asked for by name (for tests and benchmarks)"
-    if arch.platform == "cpu" and os.environ.get(INTERPRETER_VARIABLE) != "1":
-        return f"runs on rocm; on a CPU only through Triton's interpreter: {INTERPRETER_HINT}"
-    return None
+    return f"no {spec.dtype.name} cache on {target.arch}" + (f", only {kind}" if kind else "")
 
 
-def _cache_reasons(cache: KVCache, arch: Arch, *, fp8: bool) -> tuple[str | None, ...]:
-    spec = cache.local_spec
-    per_head = cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2
-    return (
-        "reads one scale per layer, not one per KV head" if spec.is_quantized and per_head else None,
-        _dtype_reason(spec, arch, fp8),
-    )
-
-
-def _dtype_reason(spec: CacheSpec, arch: Arch, fp8: bool) -> str | None:
-    if spec.dtype in _FULL:
-        return None
-    if not spec.is_quantized:
-        return f"no {spec.dtype.name} cache"
-    if not fp8:
-        return "its fp8 store neither divides by the scale nor clamps: update_cache of another implementation does"
-    kind = platform_fp8(arch)
-    return None if spec.dtype.name == kind else f"no {spec.dtype.name} cache on {arch.name}" + (f", only {kind}" if kind else "")
-
-
-def _paged_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, ...]:
-    return () if decodes(call, arch) else _unified_attention(call, arch)
-
-
-def _paged_decode(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, ...]:
-    """Of `paged_attention_decode`. Causality is no matter for one query, which is the last of its sequence."""
-    spec, dtype = call.cache.local_spec, call.query.dtype
-    group = call.query.shape[1] // spec.num_kv_heads
+def _paged_decode(call: PagedAttentionCall, target: Target) -> tuple[str | None, ...]:
+    spec = call.cache.local_spec
+    queries_per_kv_head = call.query.shape[1] // spec.num_kv_heads
     return (
         None if call.metadata.max_query_len == 1 else "one query a sequence only (metadata.max_query_len)",
-        "has no window (sliding_window)" if call.sliding_window is not None else None,
-        "has no soft cap (logits_soft_cap)" if call.logits_soft_cap else None,
-        "has no sinks (sinks)" if call.sinks is not None else None,
-        "returns no log-sum-exp (return_lse)" if call.return_lse else None,
-        "adds no bias (qq_bias)" if call.qq_bias is not None else None,
-        "sees the new token too" if call.context_only else None,
-        "writes no fp8 (output_scale)" if call.output_scale is not None or jnp.dtype(call.output_dtype).itemsize == 1 else None,
-        f"no {dtype} queries" if dtype not in _FULL else None,
-        _interpreter_reason(dtype, arch),
-        f"multiplies {dtype} queries by {spec.dtype} keys" if not spec.is_quantized and spec.dtype != dtype else None,
-        _dtype_reason(spec, arch, True),
+        _interpreter_reason(call.query.dtype, target),
+        _cache_dtype_reason(spec, target),
         why_no_pages(spec, 1),
         f"blocks of {spec.block_size} tokens: multiples of 16 only" if spec.block_size % 16 else None,
         f"head_size {spec.head_size}: a power of two from 16" if spec.head_size & (spec.head_size - 1) or spec.head_size < 16 else None,
-        "its kernel for one query head per KV head does not say what it reads past a sequence's end" if group == 1 else None,
+        "its kernel for one query head per KV head does not say what it reads past a sequence's end" if queries_per_kv_head == 1 else None,
     )
 
 
-def _unified_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None, ...]:
-    spec, dtype = call.cache.local_spec, call.query.dtype
-    fp8_query = dtype not in _FULL and jnp.dtype(dtype).itemsize == 1
-    decode = call.metadata.max_query_len == 1
-    out = jnp.dtype(call.output_dtype)
-    kind = platform_fp8(arch)
+def _unified_attention(call: PagedAttentionCall, target: Target) -> tuple[str | None, ...]:
+    spec, decode, out = call.cache.local_spec, call.metadata.max_query_len == 1, jnp.dtype(call.output_dtype)
+    kind = platform_fp8(target)
     return (
-        None if call.metadata.causal else "causal only (metadata.causal)",
-        "attends whole sequences, not the part before this step's tokens" if call.context_only else None,
-        "returns no log-sum-exp (return_lse)" if call.return_lse else None,
         "this release's soft cap, NaN for scores above 88 caps, is not where it can be repaired (logits_soft_cap)"
         if call.logits_soft_cap and package.soft_cap_module() is None
         else None,
-        "reads a tree's bias as wide as its row stride, unmasked by rows (qq_bias)" if call.qq_bias is not None else None,
-        f"no {dtype} queries" if dtype not in _FULL and not fp8_query else None,
-        _interpreter_reason(dtype, arch),
-        _fp8_query_reason(call, kind) if fp8_query else None,
-        f"multiplies {dtype} queries by {spec.dtype} keys: one dtype, or an fp8 cache"
-        if not fp8_query and not spec.is_quantized and spec.dtype != dtype
-        else None,
-        *_cache_reasons(call.cache, arch, fp8=True),
+        _interpreter_reason(call.query.dtype, target),
+        _fp8_query_reason(call, kind),
+        _cache_dtype_reason(spec, target),
         why_no_pages(spec, 1),
         f"blocks of {spec.block_size} tokens: multiples of 8 only" if spec.block_size % 8 else None,
         "a traced scale needs an fp8 cache or a newer release (scale, q_scale)"
@@ -214,63 +228,54 @@ def _unified_attention(call: PagedAttentionCall, arch: Arch) -> tuple[str | None
         "sequence)"
         if call.alibi_slopes is not None and call.sliding_window is not None and not decode
         else None,
-        f"fp8 outputs are {kind or 'none'} on {arch.name}, not {out.name}" if call.output_scale is not None and out.name != kind else None,
+        f"fp8 outputs are {kind or 'none'} on {target.arch}, not {out.name}"
+        if call.output_scale is not None and out.name != kind
+        else None,
         "Triton's interpreter rounds wrongly to fp8: no output_scale on a CPU"
-        if call.output_scale is not None and arch.platform == "cpu"
+        if call.output_scale is not None and target.platform == "cpu"
         else None,
         f"no {out.name} outputs" if call.output_scale is None and out.itemsize == 1 else None,
     )
 
 
-def _interpreter_reason(dtype: Any, arch: Arch) -> str | None:
+def _interpreter_reason(dtype: Any, target: Target) -> str | None:
     """Triton's interpreter keeps bfloat16 as bits, and negates and multiplies these where a kernel does not widen them first."""
     return (
         "Triton's interpreter computes wrongly with AITER's bfloat16: float16 on a CPU"
-        if (arch.platform, dtype) == ("cpu", jnp.bfloat16)
+        if (target.platform, dtype) == ("cpu", jnp.bfloat16)
         else None
     )
 
 
 def _fp8_query_reason(call: PagedAttentionCall, kind: str | None) -> str | None:
+    name = jnp.dtype(call.query.dtype).name
+    if name not in _E4M3:
+        return None
     if not takes_score_scale():
         return "this release drops the scales of fp8 queries"
-    name = jnp.dtype(call.query.dtype).name
-    return None if name == kind == call.cache.local_spec.dtype.name else f"fp8 queries need query and cache of {kind}"
+    return None if name == kind == call.cache.spec.dtype.name else f"fp8 queries need query and cache of {kind}"
 
 
-def _declined(call: PagedAttentionCall) -> tuple[str | None, ...]:
-    """What it can do, but is not picked for."""
+def _update_cache(call: UpdateCacheCall, target: Target) -> tuple[str | None, ...]:
+    layout = layout_of(call.cache.spec.content)
     return (
-        f"its split kernel lets NaN of unused slots through; {FINITE_VARIABLE}=1 promises that there is none, or ask for it by name"
-        if not finite_cache_promised() and splits_a_sequence(call)
+        f"its flash writer takes the heads of a token for neighbours, which they are not in a {layout.name!r} cache (cache.spec.content)"
+        if layout.tokens_are_rows and not layout.heads_are_adjacent
+        else None,
+        why_no_pages(call.cache.local_spec, 1) if layout.tokens_are_rows else None,
+        f"has no writer for the value axes of a {layout.name!r} cache (cache.spec.content)"
+        if not layout.tokens_are_rows and not layout.sides_are_apart
         else None,
     )
 
 
-def _update_cache(call: UpdateCacheCall, arch: Arch) -> tuple[str | None, ...]:
+def _rope_update(call: RopeUpdateCall, target: Target) -> tuple[str | None, ...]:
     spec = call.cache.local_spec
+    rows, block_size, head_size = layout_of(spec.content).tokens_are_rows, spec.block_size, spec.head_size
     return (
-        *_cache_reasons(call.cache, arch, fp8=False),
-        "needs keys and values of the cache's dtype" if not call.key.dtype == call.value.dtype == spec.dtype else None,
-        "its flash writer takes the heads of a token for neighbours, which they are not in a 'packed' cache"
-        if spec.content == "packed"
-        else None,
-    )
-
-
-def _rope_update(call: RopeUpdateCall, arch: Arch) -> tuple[str | None, ...]:
-    spec, rotary_dim = call.cache.local_spec, call.cos_sin_cache.shape[1]
-    head_size = spec.head_size
-    return (
-        *_cache_reasons(call.cache, arch, fp8=False),
-        None if spec.content == "xpacked" else why_no_pages(spec, 1),
-        f"x-packed blocks of {spec.block_size} tokens: powers of two only"
-        if spec.content == "xpacked" and spec.block_size & (spec.block_size - 1)
-        else None,
-        f"no {call.query.dtype} queries" if call.query.dtype not in _FULL else None,
-        _interpreter_reason(call.query.dtype, arch),
-        f"needs key and value of the cache's dtype {spec.dtype}" if not call.key.dtype == call.value.dtype == spec.dtype else None,
-        f"no partial rotary: {rotary_dim} of {head_size} channels" if rotary_dim != head_size else None,
+        why_no_pages(spec, 1) if rows else None,
+        f"x-packed blocks of {block_size} tokens: powers of two only" if not rows and block_size & (block_size - 1) else None,
+        _interpreter_reason(call.query.dtype, target),
         f"head_size {head_size} is no power of two" if head_size & (head_size - 1) else None,
         "a release with upcast_operand takes bfloat16 caches only"
         if spec.dtype != jnp.bfloat16 and "upcast_operand" in package.parameters("fused_qk_rope_reshape_and_cache")
@@ -278,32 +283,31 @@ def _rope_update(call: RopeUpdateCall, arch: Arch) -> tuple[str | None, ...]:
     )
 
 
-def _qk_norm(call: QkNormRopeUpdateCall, arch: Arch) -> tuple[str | None, ...]:
-    spec, dtype = call.cache.local_spec, call.qkv.dtype
-    rotary_dim, head_size = call.cos_sin_cache.shape[1], spec.head_size
-    return (
-        *_cache_reasons(call.cache, arch, fp8=False),
-        why_no_pages(spec, 1),
-        f"needs qkv of the cache's dtype {spec.dtype}" if dtype != spec.dtype else None,
-        "reads the norms' weights and the cosines in qkv's dtype: cast them first (q_weight, k_weight, cos_sin_cache)"
-        if not call.q_weight.dtype == call.k_weight.dtype == call.cos_sin_cache.dtype == dtype
-        else None,
-        f"head_size {head_size}: 64, 128 or 256 only" if head_size not in (64, 128, 256) else None,
-        f"rotary_dim {rotary_dim} is no multiple of head_size / 16" if rotary_dim % (head_size // 16) else None,
-        "this release rotates whole heads only (rotary_dim)"
-        if rotary_dim != head_size and "rotary_dim" not in package.parameters(operator_of(_qk_norm_name(call), call, arch))
-        else None,
-    )
+def _qk_norm(operator: str) -> Callable[[QkNormRopeUpdateCall, Target], tuple[str | None, ...]]:
+    def rules(call: QkNormRopeUpdateCall, target: Target) -> tuple[str | None, ...]:
+        spec, dtype = call.cache.local_spec, call.qkv.dtype
+        rotary_dim, head_size = call.cos_sin_cache.shape[1], spec.head_size
+        return (
+            why_no_pages(spec, 1),
+            "reads the norms' weights and the cosines in qkv's dtype: cast them first (q_weight, k_weight, cos_sin_cache)"
+            if not call.q_weight.dtype == call.k_weight.dtype == call.cos_sin_cache.dtype == dtype
+            else None,
+            f"head_size {head_size}: 64, 128 or 256 only" if head_size not in (64, 128, 256) else None,
+            f"rotary_dim {rotary_dim} is no multiple of head_size / 16" if rotary_dim % (head_size // 16) else None,
+            "this release rotates whole heads only (rotary_dim)"
+            if rotary_dim != head_size and "rotary_dim" not in package.parameters(operator)
+            else None,
+        )
+
+    return rules
 
 
-def _qk_norm_name(call: QkNormRopeUpdateCall) -> str:
-    return "qk_norm_mrope_and_update_cache" if call.mrope_section else "qk_norm_rope_and_update_cache"
-
-
-_RULES: dict[str, Callable[[Any, Arch], tuple[str | None, ...]]] = {
-    "paged_attention": _paged_attention,
-    "update_cache": _update_cache,
-    "rope_and_update_cache": _rope_update,
-    "qk_norm_rope_and_update_cache": _qk_norm,
-    "qk_norm_mrope_and_update_cache": _qk_norm,
+_OPERATORS: Mapping[str, tuple[Serves, Callable[[Any, Target], tuple[str | None, ...]]]] = {
+    "unified_attention": (UNIFIED_ATTENTION, _unified_attention),
+    "paged_attention_decode": (PAGED_DECODE, _paged_decode),
+    "reshape_and_cache": (SERVES["update_cache"], _update_cache),
+    "reshape_and_cache_flash": (SERVES["update_cache"], _update_cache),
+    "fused_qk_rope_reshape_and_cache": (SERVES["rope_and_update_cache"], _rope_update),
+    **{name: (SERVES["qk_norm_rope_and_update_cache"], _qk_norm(name)) for name in package.QK_NORM_OPERATORS},
 }
+"""What each operator serves, and the rules about what it can't do right."""

@@ -1,17 +1,18 @@
-"""The `aiter` implementation: AITER's own operators on the caller's buffers, inside `jax.jit`, nothing copied.
+"""Adapter of AITER's `unified_attention`, on the caller's buffers, inside `jax.jit`, nothing copied.
 
-What an operator can't do right is refused (`aiter_rules`); what can be worked around is, here:
+What an operator can't do right is refused (see `rules`); what can be worked around is, here:
 
-- AITER's kernels load whole pages and weigh keys that a row does not see by 0, so a NaN in a slot that nobody owns would reach results.
+- AITER's kernels load whole pages and weigh keys that a row does not see by 0, so a NaN in a slot outside every sequence would reach
+  results.
   They mask a tile of keys that is not exactly one page, so pages of 8 tokens are shown to them, or of one token where a window has freed
   the keys before it; and the kernel that spreads one sequence over several programs, which masks nothing, is kept out. That costs speed in
   decode steps of few long sequences: `PUREPAGE_AITER_FINITE_CACHE=1` promises that there is no such NaN, and AITER chooses as it likes.
 - A NaN value of a token that one query sees may still reach the other queries of the same sequence in the same step.
 - `max_seqlen_q == 1` makes recent releases take token s for sequence s, whatever the query starts say: queries are gathered to that first.
 - Rows of padding and of empty sequences, which AITER leaves as they are, become 0.
-- Entries of the block table that nobody needs become valid blocks, and rows are padded to the tiles that are loaded.
+- Entries of the block table that are not needed become valid blocks, and rows are padded to the tiles that are loaded.
 
-Steps of one query a sequence go to AITER's other attention operator, its paged decode (`aiter_decode`), where
+Steps of one query a sequence go to AITER's other attention operator, its paged decode (see `decode`), where
 `PUREPAGE_AITER_PAGED_DECODE=1` asks for it, and where `unified_attention` can't serve them.
 """
 
@@ -24,19 +25,10 @@ from jaxtyping import Array
 
 from ...functional.cache import CacheSpec
 from ...functional.calls import PagedAttentionCall
-from ..arch import default_arch
+from ...functional.target import Target
 from ..callback import call_torch
 from . import package as package
-from .decode import paged_decode
-from .rules import (
-    SPLIT_KERNEL_FROM,
-    decodes,
-    finite_cache_promised,
-    recording_allowed,
-    splits_a_sequence,
-    splits_every_decode,
-    takes_score_scale,
-)
+from .rules import SPLIT_KERNEL_FROM, splits_a_sequence, splits_every_decode, takes_score_scale
 from .views import TILE, Pages, native_page, page_table, pages, token_sequences, window_table
 
 _MASKED_PAGE = 8
@@ -83,15 +75,13 @@ class UnifiedAttention:
         package.load("unified_attention")(**self.arguments(inputs, outputs[0]))
 
 
-def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
+def unified_attention(target: Target, call: PagedAttentionCall) -> tuple[Array, None]:
     """(out [T, Hq, D], None)."""
-    if decodes(call, default_arch()):
-        return paged_decode(call), None
-    operator, arrays, rows = plan_unified_attention(call)
+    operator, arrays, rows = plan_unified_attention(call, target)
     shape = (arrays["query"].shape[0], *call.query.shape[1:])
     # The split kernel and an output scale allocate through torch, which a recorded command buffer must not depend on.
-    splits = operator.max_seq_len > SPLIT_KERNEL_FROM and splits_a_sequence(call)
-    record = recording_allowed() and not splits and call.output_scale is None
+    splits = operator.max_seq_len > SPLIT_KERNEL_FROM and splits_a_sequence(call, target)
+    record = target.settings.aiter_command_buffer and not splits and call.output_scale is None
     late_scale = _scales_values_late(call)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32 if late_scale else call.output_dtype)]
     (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)
@@ -103,20 +93,20 @@ def paged_attention(call: PagedAttentionCall) -> tuple[Array, None]:
     return jnp.where(visible[:, None, None], out, jnp.zeros((), out.dtype)), None
 
 
-def plan_unified_attention(call: PagedAttentionCall) -> tuple[UnifiedAttention, dict[str, Array], str]:
+def plan_unified_attention(call: PagedAttentionCall, target: Target) -> tuple[UnifiedAttention, dict[str, Array], str]:
     """(operator, its arrays by name, whether its rows are "tokens" or "sequences")."""
     spec, metadata = call.cache.local_spec, call.metadata
     starts, lengths = metadata.query_start_loc.astype(jnp.int32), metadata.seq_lens.astype(jnp.int32)
     most = min(metadata.max_seq_len or spec.block_size * metadata.block_table.shape[1], spec.block_size * metadata.block_table.shape[1])
     query, rows, longest = call.query, "tokens", max(metadata.max_query_len, 2)
-    native = finite_cache_promised() and native_page(spec) >= 16
+    native = target.settings.aiter_finite_cache and native_page(spec) >= 16
     if native:
         view = pages(spec, native_page(spec))
         table = page_table(metadata.block_table, call.layer, view, spec, multiple=max(TILE // view.page, 1))
         odd_head = spec.head_size & (spec.head_size - 1)  # the split kernel's reduction does not compile for no power of two
         if odd_head:
             most = min(most, SPLIT_KERNEL_FROM)
-        if metadata.max_query_len == 1 and not (odd_head and splits_every_decode(default_arch())):
+        if metadata.max_query_len == 1 and not (odd_head and splits_every_decode(target)):
             query, rows, longest = jnp.take(query, jnp.clip(starts[:-1], 0, query.shape[0] - 1), axis=0), "sequences", 1
             starts = jnp.arange(len(lengths) + 1, dtype=jnp.int32)
     else:

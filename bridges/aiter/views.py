@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from ...functional.cache import CacheSpec
+from ...functional.layout import layout_of
 from ...functional.metadata import AttentionMetadata
 
 INT32_MAX = 2**31 - 1
@@ -30,7 +31,7 @@ TILE = 64
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of `page` tokens over the buffer of a "packed" or "flash" cache; strides in elements."""
+    """Pages of `page` tokens over the buffer of a cache whose tokens are rows; strides in elements."""
 
     page: int
     token: int
@@ -63,7 +64,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Whole blocks over the buffer of an "xpacked", "xpacked_interleaved_v" or "shuffled" cache."""
+    """Whole blocks over the buffer of a cache whose keys are vectors of channels."""
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     offsets: tuple[int, int]
@@ -83,7 +84,8 @@ def whole_blocks(spec: CacheSpec) -> Blocks:
     heads, size, tokens, x = spec.num_kv_heads, spec.head_size, spec.block_size, spec.vector
     block = heads * size * tokens
     count = (spec.size - value.offset) // block
-    values = (heads, size, tokens) if spec.content == "xpacked" else (heads, tokens // x, size, x)
+    innermost = layout_of(spec.content).value_has_tokens_innermost
+    values = (heads, size, tokens) if innermost else (heads, tokens // x, size, x)
     return Blocks(
         shapes=((count, heads, size // x, tokens, x), (count, *values)),
         offsets=(key.offset, value.offset),
@@ -95,7 +97,7 @@ def whole_blocks(spec: CacheSpec) -> Blocks:
 def sides(spec: CacheSpec, slots: Int[Array, " T"], layer: Int[Array, ""]) -> tuple[Pages | Blocks, Int[Array, " T"]]:
     """(how a writer sees a cache, its slots there; -1 for every slot that is skipped)."""
     block, n = jnp.clip(slots // spec.block_size, 0, spec.num_blocks - 1), slots % spec.block_size
-    if spec.content in ("packed", "flash"):
+    if layout_of(spec.content).tokens_are_rows:
         view = pages(spec, 1)
         physical = view.units(block, layer) + n
     else:
@@ -129,8 +131,8 @@ def native_page(spec: CacheSpec) -> int:
 
 def why_no_pages(spec: CacheSpec, page: int) -> str | None:
     """Why a cache can't be seen as pages; None where it can."""
-    if spec.content not in ("packed", "flash"):
-        return f"reads and writes 'packed' and 'flash' caches, not {spec.content!r}"
+    if not layout_of(spec.content).tokens_are_rows:
+        return f"reads and writes caches whose tokens are rows, not {spec.content!r} (cache.spec.content)"
     if pages(spec, page).count > INT32_MAX:
         return f"a cache of {spec.size} elements has pages past 2**31, and its tables are int32"
     return None

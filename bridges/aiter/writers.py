@@ -14,9 +14,10 @@ from jaxtyping import Array
 
 from ...functional.cache import KVCache
 from ...functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, RotaryCall, UpdateCacheCall
+from ...functional.layout import layout_of
+from ...functional.target import Target
 from ..callback import call_torch
 from . import package as package
-from .rules import recording_allowed
 from .views import Blocks, Pages, pages, sides
 
 
@@ -61,7 +62,7 @@ class RopeAndCache:
         package.load("fused_qk_rope_reshape_and_cache")(**self.arguments(inputs, outputs))
 
 
-def rope_and_update_cache(call: RopeUpdateCall) -> tuple[Array, Array, KVCache]:
+def rope_and_update_cache(target: Target, call: RopeUpdateCall) -> tuple[Array, Array, KVCache]:
     """The rotation's table is gathered to the tokens in float32, so that AITER computes in float32 and rounds once, and a position without
     a row gives NaN. Keys of tokens without a slot, which AITER leaves out, are rotated by XLA.
     """
@@ -76,7 +77,7 @@ def rope_and_update_cache(call: RopeUpdateCall) -> tuple[Array, Array, KVCache]:
     inputs = [call.query, call.key, call.value, slots, positions, table[:, :half], table[:, half:], call.cache.data]
     operator = RopeAndCache(view, spec.dtype.name, call.is_neox)
     results = [_struct(x) for x in (call.query, call.key, call.cache.data)]
-    query, key, data = call_torch(operator, inputs, results, aliases={7: 2}, command_buffer=recording_allowed())
+    query, key, data = call_torch(operator, inputs, results, aliases={7: 2}, command_buffer=target.settings.aiter_command_buffer)
     _, unwritten = xla.rotary_embedding(
         RotaryCall(positions=call.positions, query=call.key, key=call.key, cos_sin_cache=call.cos_sin_cache, is_neox=call.is_neox)
     )
@@ -113,7 +114,7 @@ def plan_update_cache(call: UpdateCacheCall) -> tuple[ReshapeAndCache, Array]:
     spec = call.cache.local_spec
     view, slots = sides(spec, call.slot_mapping, call.layer)
     name = "reshape_and_cache_flash" if isinstance(view, Pages) else "reshape_and_cache"
-    return ReshapeAndCache(name, view, spec.content != "xpacked", spec.dtype.name), slots
+    return ReshapeAndCache(name, view, layout_of(spec.content).value_has_vectors_of_tokens, spec.dtype.name), slots
 
 
 def update_cache(call: UpdateCacheCall) -> KVCache:
@@ -196,7 +197,7 @@ def qk_norm_rope_and_update_cache(call: QkNormRopeUpdateCall) -> tuple[Array, Ar
     from ...kernels import xla
 
     spec, tokens = call.cache.local_spec, call.qkv.shape[0]
-    name = "fused_qk_norm_mrope_3d_cache_pts_quant_shuffle" if call.mrope_section else "fused_qk_norm_rope_cache_pts_quant_shuffle"
+    name = package.QK_NORM_OPERATORS[call.mrope_section is not None]
     view = pages(spec, 1)
     operator = QkNormRopeAndCache(
         operator=name,
@@ -220,6 +221,3 @@ def qk_norm_rope_and_update_cache(call: QkNormRopeUpdateCall) -> tuple[Array, Ar
     _, other, value, _ = xla.qk_norm_rope_and_update_cache(replace(call, slot_mapping=jnp.full_like(call.slot_mapping, -1)))
     key = jnp.where((slots >= 0)[:, None, None], key, other)
     return query, key, value, replace(call.cache, data=data)
-
-
-qk_norm_mrope_and_update_cache = qk_norm_rope_and_update_cache

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -20,18 +19,14 @@ from ..fp8 import e4m3_dtype, kv_cache_dtype
 from ..fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
 from ..metadata import check_metadata
 from ..new_tokens import attention_with_new_tokens
+from ..target import current_target
 from .capabilities import ENCODERS, Capabilities
 from .metadata_builder import RocmAttentionMetadata, plain_metadata
 
 
 def device_arch() -> str | None:
-    """ "gfx942", ... of the default device; None where that is no AMD GPU."""
-    device = jax.devices()[0]
-    for text in (str(getattr(device, "compute_capability", "")), str(device.device_kind)):
-        for word in text.replace(":", " ").split():
-            if word.startswith("gfx"):
-                return word
-    return None
+    """The architecture of the target, "gfx942", ...; None where that is no AMD GPU."""
+    return current_target().amd_arch
 
 
 def cache_spec(

@@ -5,6 +5,7 @@ calls of the HIP ones, which can't run here, are checked against the package's s
 import ast
 import os
 from dataclasses import replace
+from functools import partial
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -25,6 +26,7 @@ from purepage.bridges.aiter import (
 from purepage.bridges.aiter import (
     package as aiter_package,
 )
+from purepage.bridges.aiter import plan
 from purepage.bridges.aiter import (
     rules as aiter_rules,
 )
@@ -34,12 +36,13 @@ from purepage.bridges.aiter import (
 from purepage.bridges.aiter import (
     writers as aiter_writers,
 )
-from purepage.bridges.arch import Arch, assuming_arch
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
+from purepage.functional.dispatch import Unsupported
+from purepage.functional.target import Settings, Target, current_target, using_settings
 
 BF16, F16, E4M3 = ml_dtypes.bfloat16, np.float16, ml_dtypes.float8_e4m3fn
-MI300X, MI355X = Arch("rocm", "gfx942", 304, 64), Arch("rocm", "gfx950", 256, 64)
+MI300X, MI355X = Target("rocm", "gfx942", 304, 64), Target("rocm", "gfx950", 256, 64)
 
 needs_package = pytest.mark.skipif(aiter_package.root() is None, reason="amd-aiter is not installed")
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs AITER's Triton operators through the interpreter, on a CPU")
@@ -150,17 +153,16 @@ def test_an_output_scale_gives_the_platforms_fp8_kind():
 
 @needs_package
 @on_cpu
-@pytest.mark.parametrize("switch", [None, aiter_rules.FINITE_VARIABLE, aiter_rules.DECODE_VARIABLE])
-def test_a_sequence_without_a_query_between_others_moves_nobodys_row(monkeypatch, switch):
+@pytest.mark.parametrize("switch", [None, "aiter_finite_cache", "aiter_paged_decode"])
+def test_a_sequence_without_a_query_between_others_moves_no_row(switch):
     """AITER takes token s for sequence s where `max_seqlen_q` is 1, or has no query starts at all."""
-    if switch:
-        monkeypatch.setenv(switch, "1")
     batch = random_batch(15, kind="mixed", max_query_len=1, dtype=F16, num_seqs=6)
     assert batch.metadata.max_query_len == 1 and not batch.query_lens[: np.flatnonzero(batch.query_lens)[-1]].all()
     cache = batch.cache()
-    if switch == aiter_rules.FINITE_VARIABLE:
+    if switch == "aiter_finite_cache":
         cache = replace(cache, data=jnp.nan_to_num(cache.data))
-    out = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="aiter"))(batch.query, cache, batch.metadata)
+    with using_settings(**({switch: True} if switch else {})):
+        out = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="aiter"))(batch.query, cache, batch.metadata)
     assert_close(out, batch.reference()[0], dtype=F16)
 
 
@@ -168,12 +170,12 @@ def test_a_sequence_without_a_query_between_others_moves_nobodys_row(monkeypatch
 @on_cpu
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("most", [60, 600], ids=["one program a sequence", "split"])
-def test_with_the_promise_of_a_finite_cache_aiter_chooses_its_kernel(monkeypatch, kind, most):
-    monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, "1")
+def test_with_the_promise_of_a_finite_cache_aiter_chooses_its_kernel(kind, most):
     batch = random_batch(9, kind=kind, dtype=F16, max_seq_len=most, num_seqs=3, num_heads=2, num_kv_heads=1)
     cache = batch.cache()
     finite = pp.KVCache(jnp.nan_to_num(cache.data), cache.k_scale, cache.v_scale, cache.spec)
-    out = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="aiter"))(batch.query, finite, batch.metadata)
+    with using_settings(aiter_finite_cache=True):
+        out = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="aiter"))(batch.query, finite, batch.metadata)
     assert_close(out, batch.reference()[0], dtype=F16)
 
 
@@ -201,8 +203,8 @@ def test_bits_of_a_bfloat16_cache_reach_aiter_as_bfloat16(monkeypatch, operator)
     decode = operator == "paged_attention_decode"
     batch = random_batch(10, dtype=BF16, kind="decode" if decode else "mixed")
     call = paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
-    out = jax.jit(aiter_decode.paged_decode if decode else lambda call: aiter.paged_attention(call)[0])(call)
-    assert_close(out, batch.reference()[0], dtype=BF16)
+    attend = aiter_decode.paged_decode if decode else partial(aiter.unified_attention, current_target())
+    assert_close(jax.jit(attend)(call)[0], batch.reference()[0], dtype=BF16)
 
 
 @needs_package
@@ -213,19 +215,17 @@ def test_bits_of_a_bfloat16_cache_reach_aiter_as_bfloat16(monkeypatch, operator)
         (MI300X, 8, 4096, True, False),
         (MI300X, 256, 2048, True, True),
         (MI300X, 8, 512, True, True),
-        (Arch("rocm", "gfx1250", 256, 32), 256, 2048, True, False),
+        (Target("rocm", "gfx1250", 256, 32), 256, 2048, True, False),
     ],
     ids=["masked", "few and long: split", "many", "short", "gfx1250 splits every decode"],
 )
-def test_what_allocates_is_never_recorded(monkeypatch, arch, sequences, keys, finite, recorded):
-    monkeypatch.setenv(aiter_rules.RECORD_VARIABLE, "1")
-    monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, str(int(finite)))
+def test_what_allocates_is_never_recorded(arch, sequences, keys, finite, recorded):
+    target = replace(arch, settings=Settings(aiter_command_buffer=True, aiter_finite_cache=finite))
     table = np.zeros((sequences, keys // 64), np.int32)
     metadata = pp.make_metadata([1] * sequences, [keys] * sequences, table, block_size=64)
     cache = pp.init_cache(pp.CacheSpec(num_blocks=1, block_size=64, num_kv_heads=8, head_size=64))
     call = paged_attention_call(jnp.zeros((sequences, 32, 64), jnp.bfloat16), cache, metadata)
-    with assuming_arch(arch):
-        jaxpr = jax.make_jaxpr(lambda call: aiter.paged_attention(call))(call)  # a function of its own: traces are kept by function
+    jaxpr = jax.make_jaxpr(partial(aiter.unified_attention, target))(call)
     (callback,) = [e for e in jaxpr.eqns if e.primitive.name == "buffer_callback"]
     assert callback.params["command_buffer_compatible"] == recorded
 
@@ -233,7 +233,6 @@ def test_what_allocates_is_never_recorded(monkeypatch, arch, sequences, keys, fi
 @pytest.fixture
 def paged_decode(monkeypatch):
     """Steps of one query a sequence go to AITER's paged decode; gives the calls that it got."""
-    monkeypatch.setenv(aiter_rules.DECODE_VARIABLE, "1")
     served, original = [], aiter_decode.PagedDecode.__call__
 
     def watched(self, *tensors):
@@ -241,7 +240,8 @@ def paged_decode(monkeypatch):
         original(self, *tensors)
 
     monkeypatch.setattr(aiter_decode.PagedDecode, "__call__", watched)
-    return served
+    with using_settings(aiter_paged_decode=True):
+        yield served
 
 
 DECODES = {
@@ -278,12 +278,12 @@ def test_paged_decode_takes_a_traced_scale(paged_decode):
 
 @needs_package
 @on_cpu
-def test_paged_decode_serves_what_only_it_can_by_name_without_being_asked_for(paged_decode, monkeypatch):
-    monkeypatch.delenv(aiter_rules.DECODE_VARIABLE)
-    check(random_batch(14, kind="cross", dtype=F16, max_query_len=1))
-    check(random_batch(14, kind="decode", dtype=F16, cache_dtype=E4M3, scales="head"))
-    assert len(paged_decode) == 2
-    check(random_batch(14, kind="decode", dtype=F16))
+def test_paged_decode_serves_what_only_it_can_by_name_without_being_asked_for(paged_decode):
+    with using_settings(aiter_paged_decode=False):
+        check(random_batch(14, kind="cross", dtype=F16, max_query_len=1))
+        check(random_batch(14, kind="decode", dtype=F16, cache_dtype=E4M3, scales="head"))
+        assert len(paged_decode) == 2
+        check(random_batch(14, kind="decode", dtype=F16))
     assert len(paged_decode) == 2
 
 
@@ -301,15 +301,14 @@ def test_paged_decode_is_chosen_where_asked_for_or_where_only_it_can(monkeypatch
     monkeypatch.setattr(aiter_package, "parameters", lambda name: ())
     fnuz = ml_dtypes.float8_e4m3fnuz
     plain, per_head = call_of(kind="decode"), call_of(kind="decode", cache_dtype=fnuz, scales="head")
-    monkeypatch.delenv(aiter_rules.DECODE_VARIABLE, raising=False)
     assert [aiter_rules.decodes(call, MI300X) for call in (plain, per_head)] == [False, True]
-    *_, hint = aiter_rules.rule_refusals("paged_attention", per_head, False, MI300X)
+    *_, hint = aiter_rules.unsupported_reasons("paged_attention", per_head, MI300X, explicit=False)
     assert aiter_rules.DECODE_VARIABLE in hint
-    assert not aiter_rules.rule_refusals("paged_attention", per_head, True, MI300X)
-    monkeypatch.setenv(aiter_rules.DECODE_VARIABLE, "1")
-    assert [aiter_rules.decodes(call, MI300X) for call in (plain, per_head)] == [True, True]
-    assert not aiter_rules.rule_refusals("paged_attention", per_head, False, MI300X)
-    assert not aiter_rules.decodes(call_of(kind="mixed"), MI300X)
+    assert not aiter_rules.unsupported_reasons("paged_attention", per_head, MI300X, explicit=True)
+    asked = replace(MI300X, settings=Settings(aiter_paged_decode=True))
+    assert [aiter_rules.decodes(call, asked) for call in (plain, per_head)] == [True, True]
+    assert not aiter_rules.unsupported_reasons("paged_attention", per_head, asked, explicit=False)
+    assert not aiter_rules.decodes(call_of(kind="mixed"), asked)
 
 
 NOT_DECODED = {
@@ -320,8 +319,8 @@ NOT_DECODED = {
     "return_lse": ({}, {"return_lse": True}),
     "qq_bias": ({}, {"qq_bias": np.zeros((4, 4), np.float32)}),
     "output_scale": ({}, {"output_scale": 0.1}),
-    "float32 queries": ({"dtype": np.float32}, {}),
-    "float8_e5m2 cache": ({"cache_dtype": ml_dtypes.float8_e5m2}, {}),
+    "query is float32": ({"dtype": np.float32}, {}),
+    "cache is float8_e5m2": ({"cache_dtype": ml_dtypes.float8_e5m2}, {}),
     "'shuffled'": ({"content": "shuffled"}, {}),
     "multiples of 16": ({"block_size": 8}, {}),
     "a power of two": ({"head_size": 80}, {}),
@@ -335,7 +334,7 @@ def test_what_paged_decode_can_not_do_right_is_refused_with_the_reason(match):
     content = {"content": made["content"]} if "content" in made else {}
     batch = random_batch(0, **{"kind": "decode", "dtype": BF16, **{k: v for k, v in made.items() if k != "content"}})
     call = paged_attention_call(jnp.asarray(batch.query), batch.cache(**content), batch.metadata, **options)
-    reasons = [reason for reason in aiter_rules._paged_decode(call, MI300X) if reason]
+    reasons = [reason for reason in aiter_rules._reasons_of("paged_attention_decode", call, MI300X) if reason]
     assert reasons and any(match in reason for reason in reasons)
 
 
@@ -387,8 +386,8 @@ def call_of(**made):
 def test_fp8_kinds_follow_the_arch():
     fnuz, fn = call_of(cache_dtype=ml_dtypes.float8_e4m3fnuz), call_of(cache_dtype=E4M3)
     served = {
-        arch.name: [not aiter_rules.rule_refusals("paged_attention", call, True, arch) for call in (fnuz, fn)]
-        for arch in (MI300X, MI355X, Arch("rocm", "gfx90a", 104, 64), Arch("rocm", "gfx1201", 64, 32))
+        arch.arch: [not aiter_rules.unsupported_reasons("paged_attention", call, arch, explicit=True) for call in (fnuz, fn)]
+        for arch in (MI300X, MI355X, Target("rocm", "gfx90a", 104, 64), Target("rocm", "gfx1201", 64, 32))
     }
     assert served == {"gfx942": [True, False], "gfx950": [False, True], "gfx90a": [False, False], "gfx1201": [False, False]}
 
@@ -396,30 +395,27 @@ def test_fp8_kinds_follow_the_arch():
 def test_a_release_whose_soft_cap_is_elsewhere_is_not_given_one(monkeypatch):
     call = replace(call_of(), logits_soft_cap=30.0)
     monkeypatch.setattr(aiter_package, "soft_cap_module", lambda: None)
-    (reason,) = aiter_rules.rule_refusals("paged_attention", call, True, MI300X)
+    (reason,) = aiter_rules.unsupported_reasons("paged_attention", call, MI300X, explicit=True)
     assert "logits_soft_cap" in reason
     monkeypatch.setattr(aiter_package, "soft_cap_module", lambda: "somewhere")
-    assert not aiter_rules.rule_refusals("paged_attention", call, True, MI300X)
+    assert not aiter_rules.unsupported_reasons("paged_attention", call, MI300X, explicit=True)
 
 
-def test_none_leaves_to_others_what_would_split_over_slots_that_may_hold_nan(monkeypatch):
+def test_none_leaves_to_others_what_would_split_over_slots_that_may_hold_nan():
     call = call_of(kind="decode")
     call = replace(call, metadata=replace(call.metadata, max_seq_len=4096))
-    monkeypatch.delenv(aiter_rules.FINITE_VARIABLE, raising=False)
-    with assuming_arch(MI300X):
-        (reason,) = aiter_rules.rule_refusals("paged_attention", call, False, MI300X)
-        assert aiter_rules.FINITE_VARIABLE in reason
-        assert not aiter_rules.rule_refusals("paged_attention", call, True, MI300X)
-        monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, "1")
-        assert not aiter_rules.rule_refusals("paged_attention", call, False, MI300X)
+    (reason,) = aiter_rules.unsupported_reasons("paged_attention", call, MI300X, explicit=False)
+    assert aiter_rules.FINITE_VARIABLE in reason
+    assert not aiter_rules.unsupported_reasons("paged_attention", call, MI300X, explicit=True)
+    promised = replace(MI300X, settings=Settings(aiter_finite_cache=True))
+    assert not aiter_rules.unsupported_reasons("paged_attention", call, promised, explicit=False)
 
 
-@pytest.mark.parametrize("arch, longest", [(MI300X, 1), (Arch("rocm", "gfx1250", 256, 32), 2)], ids=["gfx942", "gfx1250"])
-def test_heads_of_no_power_of_two_never_reach_the_split_kernel(monkeypatch, arch, longest):
+@pytest.mark.parametrize("arch, longest", [(MI300X, 1), (Target("rocm", "gfx1250", 256, 32), 2)], ids=["gfx942", "gfx1250"])
+def test_heads_of_no_power_of_two_never_reach_the_split_kernel(arch, longest):
     """Its reduction does not compile for them. At 512 keys only gfx1250 splits, and only where every sequence has one query."""
-    monkeypatch.setenv(aiter_rules.FINITE_VARIABLE, "1")
-    with assuming_arch(arch):
-        operator, _, _ = aiter.plan_unified_attention(call_of(kind="decode", head_size=80, max_seq_len=2000))
+    target = replace(arch, settings=Settings(aiter_finite_cache=True))
+    operator, _, _ = aiter.plan_unified_attention(call_of(kind="decode", head_size=80, max_seq_len=2000), target)
     assert (operator.max_seq_len, operator.max_query_len) == (aiter_rules.SPLIT_KERNEL_FROM, longest)
 
 
@@ -440,19 +436,19 @@ def test_a_release_with_upcast_operand_is_given_bfloat16_caches_only(monkeypatch
             layer=jnp.int32(0),
             is_neox=True,
         )
-        reasons[dtype] = " ".join(aiter_rules.rule_refusals("rope_and_update_cache", call, True, MI300X))
+        reasons[dtype] = " ".join(aiter_rules.unsupported_reasons("rope_and_update_cache", call, MI300X, explicit=True))
     assert "upcast_operand" in reasons["float16"] and not reasons["bfloat16"]
 
 
 def test_an_unquantized_cache_gives_aiter_no_scales():
     """It would multiply by them, whatever the cache's dtype."""
-    _, arrays, _ = aiter.plan_unified_attention(call_of())
+    _, arrays, _ = aiter.plan_unified_attention(call_of(), MI300X)
     assert not {"q_descale", "k_descale", "v_descale"} & set(arrays)
 
 
 @on_cpu
 def test_nobody_is_given_aiter_on_a_cpu_who_did_not_ask_for_it():
-    assert aiter.refusals("paged_attention", call_of(dtype=F16), False)
+    assert isinstance(plan("paged_attention", call_of(dtype=F16), current_target(), explicit=False), Unsupported)
 
 
 @pytest.mark.sampled(5)
@@ -617,4 +613,4 @@ def test_the_qk_norm_rules_name_the_argument():
         mrope_section=None,
         is_interleaved=False,
     )
-    assert "q_weight" in aiter_rules.rule_refusals("qk_norm_rope_and_update_cache", call, True, MI300X)[0]
+    assert "q_weight" in aiter_rules.unsupported_reasons("qk_norm_rope_and_update_cache", call, MI300X, explicit=True)[0]

@@ -1,7 +1,6 @@
 """The GPU script of AITER inside jit, as far as a CPU goes: what it checks, what it says of a switch, when it fails."""
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ pytest.importorskip("triton")
 from benchmarks import aiter_in_jit as script
 from benchmarks import inputs, peers
 from purepage.bridges.aiter import package as aiter_package
+from purepage.functional.target import current_settings, using_settings
 
 pytestmark = [
     pytest.mark.skipif(aiter_package.root() is None, reason="amd-aiter is not installed"),
@@ -54,12 +54,11 @@ def test_what_it_checks_over_has_nan_exactly_in_the_slots_that_nobody_owns():
     assert not np.isnan(np.asarray(made.cache.data)).any()
 
 
-def test_switches_are_on_inside_and_as_before_outside(monkeypatch):
-    monkeypatch.setenv(script.FINITE, "0")
-    monkeypatch.delenv(script.RECORD, raising=False)
-    with script.switched_on((script.RECORD,)):
-        assert os.environ[script.RECORD] == "1" and script.FINITE not in os.environ
-    assert os.environ[script.FINITE] == "0" and script.RECORD not in os.environ
+def test_switches_are_on_inside_and_as_before_outside():
+    before = current_settings()
+    with using_settings(aiter_finite_cache=True), script.switched_on((script.RECORD,)):
+        assert current_settings().aiter_command_buffer and not current_settings().aiter_finite_cache
+    assert current_settings() == before
 
 
 def test_a_wrong_result_is_not_timed_and_fails_the_run(monkeypatch, capsys):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from purepage.bridges.arch import Arch, arch_of, default_arch, gfx_name, wave_size
+from purepage.functional.target import Settings, Target, current_settings, current_target, gfx_name, target_of, wave_size
 from purepage.kernels.archs import ARCHS
 
 
@@ -15,20 +15,20 @@ def device(platform="gpu", *, version="", capability="", kind="", cores=0):
 
 
 DEVICES = {
-    "cpu": (device("cpu"), Arch("cpu", "cpu", 1, 1)),
-    "H200": (device(version="PJRT C API\ncuda 12090", capability="9.0", kind="NVIDIA H200", cores=132), Arch("cuda", "sm_90", 132, 32)),
-    "A100": (device(version="cuda 12090", capability="8.0", cores=108), Arch("cuda", "sm_80", 108, 32)),
-    "MI300X": (device(version="rocm 60300", capability="gfx942", cores=304), Arch("rocm", "gfx942", 304, 64)),
-    "MI300X with features": (device(version="rocm 7", capability="gfx942:sramecc+:xnack-", cores=304), Arch("rocm", "gfx942", 304, 64)),
-    "RX 7900 by its kind": (device("rocm", kind="gfx1100", cores=96), Arch("rocm", "gfx1100", 96, 32)),
-    "tpu": (device("tpu", kind="TPU v5"), Arch("tpu", "tpu", 1, 1)),
+    "cpu": (device("cpu"), Target("cpu", "cpu", 1, 1)),
+    "H200": (device(version="PJRT C API\ncuda 12090", capability="9.0", kind="NVIDIA H200", cores=132), Target("cuda", "sm_90", 132, 32)),
+    "A100": (device(version="cuda 12090", capability="8.0", cores=108), Target("cuda", "sm_80", 108, 32)),
+    "MI300X": (device(version="rocm 60300", capability="gfx942", cores=304), Target("rocm", "gfx942", 304, 64)),
+    "MI300X with features": (device(version="rocm 7", capability="gfx942:sramecc+:xnack-", cores=304), Target("rocm", "gfx942", 304, 64)),
+    "RX 7900 by its kind": (device("rocm", kind="gfx1100", cores=96), Target("rocm", "gfx1100", 96, 32)),
+    "tpu": (device("tpu", kind="TPU v5"), Target("tpu", "tpu", 1, 1)),
 }
 
 
 @pytest.mark.parametrize("case", DEVICES)
 def test_a_device_has_the_name_of_its_tuning_tables(case):
     given, expected = DEVICES[case]
-    assert arch_of(given) == expected
+    assert target_of(given, Settings()) == expected
 
 
 @pytest.mark.parametrize("name", ARCHS)
@@ -48,6 +48,6 @@ def test_the_bare_name_is_cut_out_of_a_target_id(text, name):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about a CPU")
 def test_the_default_device_of_a_cpu_is_the_interpreter():
-    assert default_arch() == Arch("cpu", "cpu", 1, 1)
+    assert current_target() == Target("cpu", "cpu", 1, 1, current_settings())
     with jax.default_device(jax.devices()[0]):
-        assert default_arch().name == "cpu"
+        assert current_target().arch == "cpu"

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from processes import run_python
 
-from purepage.bridges import callback, dlpack, launcher
+from purepage.bridges import dlpack, launcher
 from purepage.bridges.callback import call_torch, run_program
 from purepage.functional.errors import UnsupportedError
+from purepage.functional.target import settings_of, using_settings
 
 LAYERS, SLOTS, WIDTH = 3, 64, 24
 
@@ -255,12 +256,11 @@ def test_without_the_interpreter_a_cpu_refuses_and_says_how_to_turn_it_on(monkey
     [(None, None, True), ("1", None, True), ("0", None, False), ("0", True, True), (None, False, False)],
     ids=str,
 )
-def test_command_buffers_are_on_unless_the_environment_or_the_call_says_otherwise(monkeypatch, environment, argument, recorded):
-    monkeypatch.delenv(callback.COMMAND_BUFFER_VARIABLE, raising=False)
-    if environment is not None:
-        monkeypatch.setenv(callback.COMMAND_BUFFER_VARIABLE, environment)
+def test_command_buffers_are_on_unless_the_environment_or_the_call_says_otherwise(environment, argument, recorded):
+    settings = settings_of({} if environment is None else {"PUREPAGE_COMMAND_BUFFER": environment})
     arrays = {"x": jnp.ones(16), "y": jnp.ones(16)}
-    jaxpr = jax.make_jaxpr(lambda arrays: run_program(kernels.add_program(16), arrays, command_buffer=argument))(arrays)
+    with using_settings(command_buffer=settings.command_buffer):
+        jaxpr = jax.make_jaxpr(lambda arrays: run_program(kernels.add_program(16), arrays, command_buffer=argument))(arrays)
     (equation,) = jaxpr.eqns
     assert equation.params["command_buffer_compatible"] is recorded
 
@@ -377,6 +377,7 @@ def test_sharded_arrays_outside_shard_map_are_refused_or_gathered_never_misread(
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from purepage.functional.errors import UnsupportedError
+from purepage.functional.target import settings_of, using_settings
         from test_callback import numbers, scatter, scattered
         before, rows = numbers(0, (2, 16, 64), "uint16"), numbers(1, (3, 64), "uint16")
         slots = np.array([3, -1, 15], np.int32)

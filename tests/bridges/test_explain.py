@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import purepage as pp
-from purepage.bridges.arch import default_arch
+from purepage.functional.dispatch import IMPLEMENTATIONS
+from purepage.functional.target import current_target
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -34,25 +35,98 @@ def only(explanation):
 
 @pytest.mark.parametrize("arch", ("gfx90a", "gfx942", "gfx1100", "sm_90"))
 def test_shapes_alone_give_the_kernels_of_an_arch_that_is_not_here(arch):
-    before = default_arch()
+    before = current_target()
     found = pp.explain(pp.paged_attention, shape(8, 32, 128), SPEC, decode_batch(8, 64), arch=arch, implementation="triton")
     choice = only(found)
-    assert (found.arch.name, choice.operation, choice.implementation) == (arch, "paged_attention", "triton")
+    assert (found.target.arch, choice.operation, choice.implementation) == (arch, "paged_attention", "triton")
     assert [launch.kernel.partition(":")[2] for launch in choice.program.launches] == ["paged_attention_decode", "paged_attention_reduce"]
     text = str(found)
     assert "paged_attention_decode: grid" in text and "block_n" in text and "scratch" in text and "not pallas" in text
-    assert default_arch() == before
+    assert current_target() == before
 
 
 def test_on_a_cpu_the_interpreter_is_named_as_the_reason_against_triton():
     choice = only(pp.explain(pp.update_cache, SPEC, shape(8, 8, 128), shape(8, 8, 128), shape(8, dtype=jnp.int32), arch="cpu"))
     assert choice.implementation == "xla" and choice.program is None
-    assert any("interpreter" in reason for reason in choice.refusals["triton"])
+    assert any("interpreter" in reason for reason in choice.unsupported_reasons["triton"])
 
 
-def test_an_arch_without_tuning_is_refused_by_triton_with_its_name():
-    choice = only(pp.explain(pp.update_cache, SPEC, shape(8, 8, 128), shape(8, 8, 128), shape(8, dtype=jnp.int32), arch="gfx803"))
-    assert choice.implementation == "xla" and any("gfx803" in reason for reason in choice.refusals["triton"])
+@pytest.mark.parametrize("arch", ["banana", "gfx803", 942, []], ids=str)
+def test_an_unknown_arch_raises_and_lists_what_there_is(arch):
+    for implementation in (None, *IMPLEMENTATIONS):
+        with pytest.raises(ValueError, match=r"arch is .*it must be one of .*gfx942.*MI300X"):
+            pp.explain(pp.update_cache, SPEC, *(shape(8, 8, 128),) * 2, shape(8), arch=arch, implementation=implementation)
+
+
+@pytest.mark.parametrize(("product", "arch", "units"), [("MI300X", "gfx942", 304), ("AMD Instinct MI355X", "gfx950", 256)])
+def test_a_product_is_its_arch(product, arch, units):
+    target = pp.explain(pp.paged_attention, shape(8, 32, 128), SPEC, decode_batch(8, 64), arch=product).target
+    assert (target.arch, target.compute_units) == (arch, units)
+
+
+@pytest.mark.parametrize("implementation", ["tritonn", [], 3], ids=str)
+def test_an_unknown_implementation_raises_and_lists_what_there_is(implementation):
+    with pytest.raises(ValueError, match=r"implementation is .*None or one of 'aiter', 'triton', 'pallas', 'xla'"):
+        pp.explain(pp.update_cache, SPEC, *(shape(8, 8, 128),) * 2, shape(8, dtype=jnp.int32), implementation=implementation)
+
+
+def small_step():
+    """(a jitted step, its arguments): a write and an attention by the `triton` implementation."""
+    spec = pp.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=1, head_size=32, dtype="float32")
+    cache, metadata = pp.init_cache(spec), pp.make_metadata([3], [3], [[2]], block_size=16)
+    states = jnp.ones((metadata.slot_mapping.shape[0], 1, 32))
+
+    @jax.jit
+    def step(cache, states, metadata):
+        cache = pp.update_cache(cache, states, states, metadata.slot_mapping, implementation="triton")
+        layers = jax.lax.scan(lambda x, _: (pp.paged_attention(x, cache, metadata, implementation="triton"), None), states, length=2)
+        return layers[0], cache
+
+    return step, (cache, states, metadata)
+
+
+def primitives(jaxpr):
+    """Names of the primitives of a jaxpr and of those inside."""
+    return {each.primitive.name for each in jaxpr.eqns} | {
+        name
+        for each in jaxpr.eqns
+        for value in jax.tree.leaves(each.params, is_leaf=lambda x: hasattr(x, "jaxpr"))
+        if hasattr(value, "jaxpr")
+        for name in primitives(value.jaxpr)
+    }
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs Triton's interpreter")
+def test_explaining_a_jitted_function_changes_nothing_that_it_runs():
+    step, arguments = small_step()
+    pp.explain(step, *arguments)
+    assert "buffer_callback" in primitives(jax.make_jaxpr(step)(*arguments).jaxpr)
+    assert "buffer_callback" in step.lower(*arguments).as_text() or "callback" in step.lower(*arguments).as_text()
+    out, _ = step(*arguments)
+    assert out.shape == arguments[1].shape and jnp.all(out[:3] == 1)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs Triton's interpreter")
+def test_a_jitted_function_is_explained_alike_before_and_after_it_ran():
+    step, arguments = small_step()
+    before = [str(pp.explain(step, *arguments, arch=arch)) for arch in ("MI300X", "sm_90", None)]
+    step(*arguments)
+    after = [str(pp.explain(step, *arguments, arch=arch)) for arch in ("MI300X", "sm_90", None)]
+    assert before == after and len(set(after)) == 3
+    assert all(text.count("update_cache: triton") == text.count("paged_attention: triton") == 1 for text in after)
+
+
+def test_the_fp8_kind_of_an_explained_backend_is_that_of_the_explained_arch():
+    spec = pp.CacheSpec(num_blocks=4, block_size=16, num_kv_heads=1, head_size=64, content="xpacked", order="LHBNC")
+    config = pp.AttentionConfig(num_heads=1, num_kv_heads=1, head_size=64)
+    dtypes = {}
+    for arch in ("gfx942", "gfx950"):
+
+        def forward(query, cache, metadata, arch=arch):
+            dtypes[arch] = pp.rocm_attn.forward(query, None, None, cache, metadata, config, output_scale=jnp.float32(0.5)).dtype.name
+
+        pp.explain(forward, shape(2, 1, 64), spec, decode_batch(2, 2), arch=arch)
+    assert dtypes == {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
 
 
 def test_every_operation_of_a_function_is_explained_in_order():

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import bridge_kernels as kernels
@@ -13,16 +14,16 @@ import pytest
 from processes import run_python
 
 from purepage.bridges import callback, jax_triton
-from purepage.bridges.arch import Arch
-from purepage.bridges.execute import chosen_bridge, run, using_bridge
+from purepage.bridges.execute import run, using_bridge
 from purepage.functional.errors import UnsupportedError
+from purepage.functional.target import Settings, Target, assuming_target, current_settings, named_target, settings_of, using_settings
 from purepage.kernels.launch import Buffer, Launch, Program
 
 torch = pytest.importorskip("torch")
 
 interpreted = pytest.mark.skipif(jax.default_backend() != "cpu", reason="runs the generated kernels through the interpreter")
-H200 = Arch("cuda", "sm_90", 132, 32)
-MI300X = Arch("rocm", "gfx942", 304, 64)
+H200 = Target("cuda", "sm_90", 132, 32)
+MI300X = Target("rocm", "gfx942", 304, 64)
 
 
 class FakeJaxTriton:
@@ -56,8 +57,8 @@ class FakeJaxTriton:
 def fake(request, monkeypatch):
     module = FakeJaxTriton(request.param)
     monkeypatch.setattr(jax_triton, "_load", lambda: module)
-    monkeypatch.setattr(jax_triton, "default_arch", lambda: H200)
-    return module
+    with assuming_target(H200):
+        yield module
 
 
 def arrays_of(program, seed=0):
@@ -102,7 +103,7 @@ def test_both_bridges_give_the_same_bits(fake, case):
     program = PROGRAMS[case]
     arrays = arrays_of(program)
     before = {name: np.array(array) for name, array in arrays.items()}
-    expected = callback.run_program(program, arrays)
+    expected = callback.run_program(program, arrays, named_target("cpu"))
     results = jax_triton.run_program(program, arrays)
     assert len(results) == len(expected)
     for result, wanted in zip(results, expected, strict=True):
@@ -124,9 +125,8 @@ def test_updates_are_aliases_and_fresh_outputs_are_not(fake):
 
 @interpreted
 @pytest.mark.parametrize(("arch", "options"), [(H200, {}), (MI300X, {"waves_per_eu": 2})], ids=["H200", "MI300X"])
-def test_options_reach_the_vendor_that_has_them_where_the_release_can_pass_them(fake, monkeypatch, arch, options):
-    monkeypatch.setattr(jax_triton, "default_arch", lambda: arch)
-    jax_triton.run_program(PROGRAMS["an output written twice"], arrays_of(PROGRAMS["an output written twice"]))
+def test_options_reach_the_vendor_that_has_them_where_the_release_can_pass_them(fake, arch, options):
+    jax_triton.run_program(PROGRAMS["an output written twice"], arrays_of(PROGRAMS["an output written twice"]), arch)
     assert fake.calls[-1].options == (options if fake.__version_info__ >= (0, 4) else {})
 
 
@@ -187,10 +187,10 @@ def test_the_generated_kernels_compile_for_both_vendors():
 
 
 REFUSED_DEVICES = {
-    "cpu": (Arch("cpu", "cpu", 1, 1), "jax runs on cpu"),
-    "tpu": (Arch("tpu", "tpu", 1, 1), "jax runs on tpu"),
-    "RDNA 3": (Arch("rocm", "gfx1100", 96, 32), "gfx1100 runs 32 threads a wave"),
-    "gfx1250": (Arch("rocm", "gfx1250", 256, 32), "gfx1250 runs 32 threads a wave"),
+    "cpu": (Target("cpu", "cpu", 1, 1), "jax runs on cpu"),
+    "tpu": (Target("tpu", "tpu", 1, 1), "jax runs on tpu"),
+    "RDNA 3": (Target("rocm", "gfx1100", 96, 32), "gfx1100 runs 32 threads a wave"),
+    "gfx1250": (Target("rocm", "gfx1250", 256, 32), "gfx1250 runs 32 threads a wave"),
 }
 
 
@@ -200,18 +200,16 @@ def test_devices_that_jax_triton_does_not_serve_are_refused_with_the_reason(case
     assert reason in jax_triton.unavailable(arch)
 
 
-@pytest.mark.parametrize("arch", [H200, MI300X], ids=lambda arch: arch.name)
+@pytest.mark.parametrize("arch", [H200, MI300X], ids=lambda target: target.arch)
 def test_a_gpu_with_a_fitting_release_is_served(fake, monkeypatch, arch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(jax_triton.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     assert jax_triton.unavailable(arch) is None
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "no compiled kernels" in jax_triton.unavailable(arch)
+    interpreting = replace(arch, settings=Settings(interpret=True))
+    assert "no compiled kernels" in jax_triton.unavailable(interpreting)
 
 
 def test_a_missing_or_broken_installation_is_a_reason(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(jax_triton.importlib.util, "find_spec", lambda name: None)
     assert "not installed" in jax_triton.unavailable(H200)
 
@@ -250,20 +248,37 @@ def test_importing_jax_triton_leaves_tritons_cache_where_it_was(monkeypatch, tmp
     sys.modules.pop("jax_triton")
 
 
-def test_the_bridge_is_chosen_by_argument_then_block_then_environment(monkeypatch):
-    monkeypatch.delenv("PUREPAGE_BRIDGE", raising=False)
-    assert chosen_bridge() == "callback"
-    monkeypatch.setenv("PUREPAGE_BRIDGE", "jax_triton")
-    assert chosen_bridge() == "jax_triton"
-    with using_bridge("callback"):
-        assert chosen_bridge() == "callback"
+def test_the_bridge_is_chosen_by_argument_then_block_then_environment():
+    program = kernels.add_program(16)
+    assert settings_of({}).bridge == "callback" and settings_of({"PUREPAGE_BRIDGE": "jax_triton"}).bridge == "jax_triton"
+    with using_settings(**vars(settings_of({"PUREPAGE_BRIDGE": "jax_triton"}))), using_bridge("callback"):
+        assert current_settings().bridge == "callback"
         with using_bridge("jax_triton"):
-            assert chosen_bridge() == "jax_triton"
-    with (
-        pytest.raises(ValueError, match=re.escape("bridge is 'ffi': it must be None or one of 'callback', 'jax_triton'")),
-        using_bridge("ffi"),
-    ):
+            assert current_settings().bridge == "jax_triton"
+            with pytest.raises(UnsupportedError, match="the jax_triton bridge can't run"):
+                run(program, arrays_of(program))
+            run(program, arrays_of(program), "callback")
+    rule = re.escape("bridge is 'ffi': it must be None or one of 'callback', 'jax_triton'")
+    with pytest.raises(ValueError, match=rule), using_bridge("ffi"):
         pass
+    with pytest.raises(ValueError, match=rule):
+        run(program, arrays_of(program), "ffi")
+
+
+@interpreted
+def test_a_jitted_function_that_ran_through_one_bridge_is_traced_again_for_another():
+    program, traces = kernels.add_program(16), []
+
+    @jax.jit
+    def add(arrays):
+        traces.append(current_settings().bridge)
+        return run(program, arrays)
+
+    add(arrays_of(program))
+    with using_bridge("jax_triton"), pytest.raises(UnsupportedError, match="jax_triton bridge"):
+        add(arrays_of(program))
+    add(arrays_of(program))
+    assert traces == ["callback", "jax_triton"]
 
 
 @interpreted

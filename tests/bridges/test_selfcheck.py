@@ -11,10 +11,6 @@ import purepage as pp
 from purepage.bridges import selfcheck
 from purepage.functional import dispatch
 
-WRONG = types.ModuleType("wrong_implementation")
-WRONG.refusals = lambda operation, call, explicit: ("does no rotation",) if operation == "rope_and_update_cache" else ()
-WRONG.rope_and_update_cache = lambda call: None
-
 
 def one_value_off(call):
     from purepage.kernels import xla
@@ -43,14 +39,19 @@ def implementation(monkeypatch):
     """Stands in for "pallas" with functions of the test's."""
 
     def stand_in(**functions):
-        module = types.SimpleNamespace(refusals=WRONG.refusals, rope_and_update_cache=WRONG.rope_and_update_cache, **functions)
+        from purepage.kernels import xla
+
+        def plan(operation, call, target, *, explicit):
+            return dispatch.Plan(functions[operation]) if operation in functions else dispatch.Unsupported(("does no rotation",))
+
+        module = types.SimpleNamespace(SERVES=xla.SERVES, plan=plan)
         monkeypatch.setitem(sys.modules, dispatch.IMPLEMENTATIONS["pallas"], module)
 
     return stand_in
 
 
 def grid(*names):
-    found = [case for case in selfcheck.cases(selfcheck.default_arch()) if case.name in names]
+    found = [case for case in selfcheck.cases(selfcheck.current_target()) if case.name in names]
     assert len(found) == len(names)
     return found
 
@@ -94,7 +95,7 @@ def test_the_command_passes_with_xla_and_knows_its_implementations():
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("xla     passed") for line in lines) == sum(
-        "write" in case.name for case in selfcheck.cases(selfcheck.default_arch())
+        "write" in case.name for case in selfcheck.cases(selfcheck.current_target())
     )
     assert pp.__version__ and "0 failed" in lines[-1]
     with pytest.raises(SystemExit):

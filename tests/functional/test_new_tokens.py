@@ -131,11 +131,11 @@ def test_triton_serves_every_part_beside_an_fp8_cache(arch, option):
 
 
 def test_aiter_says_that_it_attends_whole_sequences():
-    from purepage.bridges.aiter.rules import rule_refusals
-    from purepage.bridges.arch import named_arch
+    from purepage.bridges.aiter.rules import unsupported_reasons
+    from purepage.functional.target import named_target
 
     batch = random_batch(9, dtype=BF16, cache_dtype=BF16)
     made = paged_attention_call(jnp.asarray(batch.query), batch.cache(), batch.metadata)
-    assert rule_refusals("paged_attention", made, True, named_arch("gfx942")) == ()
-    (reason,) = rule_refusals("paged_attention", replace(made, context_only=True), True, named_arch("gfx942"))
+    assert unsupported_reasons("paged_attention", made, named_target("gfx942"), explicit=True) == ()
+    (reason,) = unsupported_reasons("paged_attention", replace(made, context_only=True), named_target("gfx942"), explicit=True)
     assert "before this step's tokens" in reason

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.amd_isa import attention, encoder, merge, native_fp8, rope, writer
 from purepage.bridges import jax_triton
 from purepage.bridges.aiter import rules
-from purepage.bridges.arch import named_arch
 from purepage.functional.errors import UnsupportedError
 from purepage.functional.fp8 import e4m3_dtype, kv_cache_dtype
+from purepage.functional.target import named_target
 from purepage.kernels import archs
 from purepage.kernels.archs import ARCHS, OCP, amd_archs, arch_facts, arch_names, find_arch, resolve_arch
 from purepage.kernels.archs.configs import ANY, KINDS
@@ -90,11 +90,11 @@ def test_fp8_kinds_follow_a_new_arch(fake):
 
 
 def test_the_bridges_follow_a_new_arch(fake):
-    device = named_arch(fake.name)
-    assert (device.platform, device.compute_units, device.wave) == ("rocm", 77, 32)
+    device = named_target(fake.name)
+    assert (device.platform, device.compute_units, device.wave_size) == ("rocm", 77, 32)
     assert "32 threads a wave" in (jax_triton.unavailable(device) or "")
     assert rules.platform_fp8(device) == "float8_e4m3fn" and rules.splits_every_decode(device)
-    assert not rules.splits_every_decode(named_arch("gfx942"))
+    assert not rules.splits_every_decode(named_target("gfx942"))
 
 
 def test_tools_follow_a_new_arch(fake):

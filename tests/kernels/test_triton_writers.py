@@ -220,6 +220,7 @@ def test_a_plan_fits_its_arch_and_covers_every_token(arch):
 
 
 def test_the_interpreter_serves_calls_by_name_only():
-    from purepage.bridges.triton import refusals
+    from purepage.bridges.triton import plan
+    from purepage.functional.target import named_target
 
-    assert any("ask for it by name" in reason for reason in refusals("update_cache", None, explicit=False))
+    assert any("ask for it by name" in reason for reason in plan("update_cache", None, named_target("cpu"), explicit=False).reasons)
