@@ -100,8 +100,8 @@ class WriterCase:
 
     @property
     def min_bytes(self) -> int:
-        """Inputs read once; the cache rows and the returned query and key written once. The returned value is not counted: nobody has to
-        write it.
+        """Inputs read once; the cache rows and the returned query and key written once. The returned value is not counted: it need not be
+        written.
         """
         row = self.num_tokens * self.head_size
         read, wrote = ITEMSIZE[self.dtype], ITEMSIZE[self.cache_dtype]

@@ -178,7 +178,7 @@ def _checked_torch(tensor: Any, copy: bool | None) -> Any:
         bad_value("tensor", tensor, f"on a CPU or a GPU, not on {tensor.device}")
     _refuse_narrowing(tensor, str(tensor.dtype).removeprefix("torch."))
     if copy:
-        # JAX's own copy=True shares a torch tensor on a CPU; a clone that nobody else knows is a copy.
+        # JAX's own copy=True shares a torch tensor on a CPU; a clone of it is a real copy.
         clone = tensor.clone(memory_format=torch.contiguous_format)
         if clone.is_cuda:
             torch.cuda.current_stream(clone.device).synchronize()

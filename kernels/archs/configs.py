@@ -1,6 +1,6 @@
 """The configurations of the attention kernels: block sizes, warps, pipeline stages and what a kernel does beside.
 
-A configuration is data. `measured` names the device and the sweep behind it; None means that nobody has timed it, and that it was chosen
+A configuration is data. `measured` names the device and the sweep behind it; None means that it was never timed and was chosen
 because it compiles without spills.
 """
 

@@ -14,7 +14,7 @@ def kernel_of(launch: Launch) -> Any:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: str, device: Any) -> Any:
-    """Uninitialised; filled with NaN (or the largest byte) so that an element nobody writes is seen."""
+    """Uninitialised; filled with NaN (or the largest byte) so that an element that no kernel writes shows."""
     import torch
 
     kind = getattr(torch, dtype)
