@@ -220,7 +220,7 @@ def local_spec(shape: tuple[int, ...], spec: CacheSpec) -> CacheSpec:
 
 
 def check_cache(cache: Any, name: str = "cache") -> CacheSpec:
-    """Checks a cache at the public door; returns its `local_spec`."""
+    """Checks the cache of a public function; returns its `local_spec`."""
     if not isinstance(cache, KVCache):
         bad_type(name, cache, "a KVCache (see init_cache)")
     spec = cache.spec
@@ -239,7 +239,7 @@ def check_cache(cache: Any, name: str = "cache") -> CacheSpec:
 
 
 def check_layer(layer: Any, spec: CacheSpec) -> Array:
-    """A static int within the cache, or a traced integer scalar (which nobody can check)."""
+    """A static int within the cache, or a traced integer scalar (whose value can't be checked)."""
     if is_array(layer):
         if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
             bad_type("layer", layer, "an int or an integer scalar")

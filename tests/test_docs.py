@@ -82,8 +82,9 @@ def test_relative_links_of_a_page_resolve(page):
 
 def cells(page: Path, first: str) -> list[str]:
     """The cells of the table row that begins with `first`."""
-    line = next(line for line in page.read_text().splitlines() if line.startswith(f"| {first} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    lines = [line for line in page.read_text().splitlines() if line.startswith(f"| {first} |")]
+    assert lines, f"{page.name}: no table has a row that begins with {first}"
+    return [cell.strip() for cell in lines[0].strip("|").split("|")]
 
 
 @pytest.mark.parametrize("content", CONTENTS)

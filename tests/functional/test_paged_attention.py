@@ -274,8 +274,8 @@ def test_sinks_and_alibi_agree_on_where_the_query_is():
     out = pp.paged_attention(
         jnp.zeros((4, 1, 32)), cache, metadata, alibi_slopes=jnp.array([0.5]), sinks=jnp.array([0.0]), implementation="xla"
     )
-    mass = [sum(np.exp(-0.5 * d) for d in range(i + 1)) for i in range(4)]
-    np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [m / (m + 1) for m in mass], rtol=1e-6)
+    row_sum = [sum(np.exp(-0.5 * d) for d in range(i + 1)) for i in range(4)]
+    np.testing.assert_allclose(np.asarray(out)[:, 0, 0], [s / (s + 1) for s in row_sum], rtol=1e-6)
     assert float(out[3, 0, 0]) == pytest.approx(0.687260, abs=1e-6)
 
 

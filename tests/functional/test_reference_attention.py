@@ -319,8 +319,8 @@ def test_alibi_is_relative_to_the_query():  # vllm#945; sinks tell the conventio
     case = paged(np.ones((4, 1, 1)), np.ones((4, 1, 1)), np.zeros((4, 1, 1)))
     out, _ = reference_attention(**case, alibi_slopes=[0.5], sinks=[0.0])
     np.testing.assert_allclose(out[3, 0, 0], 0.687260, atol=5e-7)
-    mass = [sum(math.exp(-0.5 * d) for d in range(n + 1)) for n in range(4)]
-    np.testing.assert_allclose(out[:, 0, 0], [m / (m + 1) for m in mass], rtol=1e-14)
+    row_sum = [sum(math.exp(-0.5 * d) for d in range(n + 1)) for n in range(4)]
+    np.testing.assert_allclose(out[:, 0, 0], [s / (s + 1) for s in row_sum], rtol=1e-14)
 
 
 def test_alibi_keeps_far_distances_apart():

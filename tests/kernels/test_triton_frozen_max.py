@@ -45,7 +45,7 @@ def test_scores_of_any_range_give_the_oracles_result(gain, row):
 
 @pytest.mark.parametrize("above", [20, 60, 85, 100, 300, -300])
 def test_one_key_of_another_tile_may_stand_out_by_any_amount(above):
-    """Every query scores the first key `above` the others; the margin leaves room for weights of about e**91."""
+    """Every query scores the first key `above` the others; the margin allows weights of about e**91."""
     batch = random_batch(32, kind="prefill", num_seqs=2, share_prefixes=False, head_size=64, scales="one", **LONG)
     batch.query[..., 0] = 8
     batch.key_cache[..., 0] = 0

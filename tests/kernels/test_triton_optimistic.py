@@ -1,4 +1,4 @@
-"""Tiles fetched through descriptors and edges attended in haste, through Triton's interpreter: nothing of it may be seen in a result."""
+"""Descriptors and optimistic masks, through Triton's interpreter: results are those of pointers and NaN-safe masks."""
 
 import os
 
@@ -28,7 +28,7 @@ UNUSED = {"NaN": np.nan, "infinite": np.inf, "finite": 3.0}
 
 
 def fill_unused(batch, value):
-    """What nobody owns, `value` in place of NaN."""
+    """Fills the slots that no sequence owns with `value` in place of NaN."""
     for cache in (batch.key_cache, batch.value_cache):
         cache[np.isnan(cache.astype(np.float32))] = value
 
