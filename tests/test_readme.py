@@ -3,7 +3,9 @@
 `python tests/test_readme.py` rewrites the tables.
 """
 
+import importlib
 import json
+import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import purepage as pp
 from benchmarks import summary
 from purepage import Capabilities
+from purepage.functional import backends
 from purepage.functional.cache import CACHE_DTYPES
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +30,12 @@ CASES = {
 }
 """Cases of the table of speeds, with the rate that limits each."""
 PEERS = {"AITER Triton": "", "ejkernel Triton": "", "cuDNN paged (jax)": "cuDNN paged", "torch SDPA": "torch SDPA (dense)"}
-BACKENDS = (pp.rocm_attn.CAPABILITIES, pp.rocm_aiter_unified_attn.CAPABILITIES)
+MODULES = {
+    found.name: module
+    for found in pkgutil.iter_modules(backends.__path__)
+    if hasattr(module := importlib.import_module(f"{backends.__name__}.{found.name}"), "CAPABILITIES")
+}
+BACKENDS = sorted((module.CAPABILITIES for module in MODULES.values()), key=lambda c: len(c.name))
 
 
 def yes(field: str) -> Callable[[Capabilities], str]:
@@ -70,7 +78,7 @@ ROWS: dict[str, Callable[[Capabilities], str]] = {
 
 
 def table() -> str:
-    lines = [("", *(f"`{c.name}`" for c in BACKENDS)), ("---",) * 3]
+    lines = [("", *(f"`{c.name}`" for c in BACKENDS)), ("---",) * (1 + len(BACKENDS))]
     lines += [(row, *(cell(c) for c in BACKENDS)) for row, cell in ROWS.items()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -96,6 +104,12 @@ def with_tables(text: str) -> str:
     assert TABLE.search(text) and SPEED.search(text)
     text = SPEED.sub(lambda found: found[1] + speeds() + found[2], text)
     return TABLE.sub(lambda found: found[1] + table() + found[2], text)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_backend_is_public(name):
+    assert hasattr(pp, name), f"src/purepage/__init__.py does not import {name}"
+    assert importlib.import_module(f"purepage.{name}").CAPABILITIES is MODULES[name].CAPABILITIES
 
 
 def test_the_tables_are_the_capabilities_and_what_was_measured():
