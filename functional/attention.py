@@ -1,6 +1,6 @@
 """Attention over a paged cache, and over packed sequences without one: the public functions."""
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,7 @@ from .checks import (
     check_bool,
     check_head_ratio,
     check_query,
+    check_static_tokens,
     check_tokens,
     optional_scalar,
     optional_vector,
@@ -23,7 +24,11 @@ from .checks import (
 from .config import check_logits_soft_cap, check_sliding_window, is_array, is_floating
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
+from .literals import AttentionOptions, Implementation
 from .metadata import AttentionMetadata, check_metadata
+
+Out = Float[Array, "T Hq D"]
+Lse = Float[Array, "T Hq"]
 
 
 def output_dtype_of(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -> np.dtype:
@@ -87,6 +92,7 @@ def paged_attention_call(
     spec = check_cache(cache)
     metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
+    check_static_tokens("query", query)
     factor, traced = split_scale(scale, spec.head_size)
     check_bool("return_lse", return_lse)
     quantum = optional_scalar("output_scale", output_scale)
@@ -108,6 +114,33 @@ def paged_attention_call(
     )
 
 
+@overload
+def paged_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Out: ...
+@overload
+def paged_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Out, Lse]: ...
+@overload
+def paged_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions],
+) -> Out | tuple[Out, Lse]: ...
 def paged_attention(
     query: Float[Array, "T Hq D"],
     cache: KVCache,
@@ -124,8 +157,8 @@ def paged_attention(
     output_dtype: Any = None,
     qq_bias: Any = None,
     return_lse: bool = False,
-    implementation: str | None = None,
-) -> Any:
+    implementation: Implementation | None = None,
+) -> Out | tuple[Out, Lse]:
     """Attention of a ragged batch of queries over the keys and values of a paged cache.
 
     Ports AITER's `unified_attention` and vLLM's `chunked_prefill_paged_decode`. Prefill, chunked prefill and decode sequences mix freely.
@@ -193,7 +226,7 @@ def encoder_attention(
     logits_soft_cap: float | None = None,
     sinks: Any = None,
     causal: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "T Hq D"]:
     """Self attention of packed sequences, without a cache. Ports vLLM's Triton prefill attention.
 
@@ -217,6 +250,7 @@ def encoder_attention(
     key = check_tokens("key", key, None, None)
     _, heads, head_size = key.shape
     query = check_tokens("query", query, None, head_size)
+    check_static_tokens("query", query)
     value = check_tokens("value", value, heads, head_size)
     check_head_ratio(query.shape[1], heads)
     for name, array in (("key", key), ("value", value)):

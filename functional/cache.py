@@ -12,11 +12,12 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from .config import check_positive_int, int_or_none, is_array
+from .config import check_positive_int, int_or_none, is_array, is_floating
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .integers import INT32_MAX, narrow
 from .layout import CONTENTS, ORDERS, Extents, SideStrides, physical_axes, side_axes, side_strides
+from .literals import Content, Order
 from .pytrees import equal_by_value, register_for_export
 
 FP8_DTYPES = tuple(jnp.dtype(name) for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
@@ -49,8 +50,8 @@ class CacheSpec:
     head_size: int
     num_layers: int = 1
     dtype: Any = jnp.bfloat16
-    content: str = "packed"
-    order: str = "LBHNC"
+    content: Content = "packed"
+    order: Order = "LBHNC"
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "num_layers"):
@@ -65,7 +66,7 @@ class CacheSpec:
         object.__setattr__(self, "dtype", dtype)
         if not isinstance(self.content, str) or self.content not in CONTENTS:
             bad_value("content", self.content, f"one of {', '.join(map(repr, CONTENTS))}")
-        if self.order not in ORDERS:
+        if not isinstance(self.order, str) or self.order not in ORDERS:
             bad_value("order", self.order, f"one of {', '.join(map(repr, ORDERS))}")
         if self.num_slots > INT32_MAX:
             bad_value(
@@ -224,6 +225,11 @@ def check_cache(cache: Any, name: str = "cache") -> CacheSpec:
     if not isinstance(cache, KVCache):
         bad_type(name, cache, "a KVCache (see init_cache)")
     spec = cache.spec
+    if not isinstance(spec, CacheSpec):
+        bad_type(f"{name}.spec", spec, "a CacheSpec")
+    for field in ("data", "k_scale", "v_scale"):
+        if not is_array(getattr(cache, field)) or isinstance(getattr(cache, field), type):
+            bad_type(f"{name}.{field}", getattr(cache, field), "an array")
     if cache.data.ndim != len(spec.shape) or any(
         size != full and axis not in ("L", "B", "H") for axis, size, full in zip(spec.axes, cache.data.shape, spec.shape, strict=False)
     ):
@@ -255,7 +261,12 @@ def check_layer(layer: Any, spec: CacheSpec) -> Array:
 
 def _scale(name: str, scale: Any, spec: CacheSpec) -> Float[Array, "..."]:
     """A scale in any of its spellings as a fresh f32[L] or f32[L, H]."""
-    shape = tuple(np.shape(scale))
+    try:
+        shape, dtype = tuple(np.shape(scale)), scale.dtype if is_array(scale) else np.asarray(scale).dtype
+    except Exception:  # a ragged list
+        bad_value(name, scale, "a scalar, [num_layers] or [num_layers, num_kv_heads]")
+    if not (is_floating(dtype) or np.issubdtype(dtype, np.integer)):
+        bad_type(name, scale, "real: a scalar, [num_layers] or [num_layers, num_kv_heads]")
     layers, heads = spec.num_layers, spec.num_kv_heads
     if shape not in ((), (1,), (layers,), (layers, heads), (1, heads)):
         bad_value(name, scale, f"a scalar, [num_layers] = [{layers}] or [num_layers, num_kv_heads] = [{layers}, {heads}]")

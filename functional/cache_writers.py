@@ -10,6 +10,7 @@ from .calls import UpdateCacheCall
 from .checks import check_slots, check_tokens
 from .derivatives import refuse_derivatives
 from .errors import bad_value
+from .literals import Implementation
 
 
 def check_new_tokens(key: Any, value: Any, spec: CacheSpec) -> tuple[Array, Array]:
@@ -28,7 +29,7 @@ def update_cache(
     slot_mapping: Int[Array, " T"],
     *,
     layer: Any = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> KVCache:
     """The cache with new keys and values in their slots. Ports vLLM's `reshape_and_cache` and `reshape_and_cache_flash`.
 
@@ -42,6 +43,9 @@ def update_cache(
         Two tokens with one slot: undefined (`validate_metadata` finds them).
       layer: layer of the cache, an int or a traced i32 scalar.
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
+
+    Returns:
+      The cache with the tokens in their slots; everything else in it is as before.
 
     Raises:
       ValueError, TypeError: a bad argument: its name, what it was, what it must be.

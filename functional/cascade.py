@@ -4,7 +4,7 @@ Sources: `merge_attn_states` and `cascade_attention` of vLLM; the merge is that 
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +12,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from . import dispatch
-from .attention import output_dtype_of, paged_attention
+from .attention import Lse, Out, output_dtype_of, paged_attention
 from .cache import CacheSpec, KVCache, check_cache
 from .calls import MergeCall
-from .checks import check_bool, check_query, check_tokens, optional_scalar
+from .checks import check_bool, check_query, check_static_tokens, check_tokens, optional_scalar
 from .config import check_sliding_window, int_or_none, is_array, is_floating
 from .derivatives import refuse_derivatives
 from .errors import UnsupportedError, bad_type, bad_value
 from .fp8 import quantize
+from .literals import CascadeOptions, Implementation
 from .metadata import AttentionMetadata, check_metadata
 
 
@@ -31,7 +32,7 @@ def merge_attention_states(
     *,
     output_scale: Any = None,
     output_dtype: Any = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
     """Two attention results of the same queries over disjoint keys as one result over both. Ports vLLM's `merge_attn_states`.
 
@@ -70,6 +71,33 @@ def merge_attention_states(
     return out.astype(dtype) if divisor is None else quantize(out, divisor, dtype), lse
 
 
+@overload
+def cascade_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CascadeOptions],
+) -> Out: ...
+@overload
+def cascade_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[CascadeOptions],
+) -> tuple[Out, Lse]: ...
+@overload
+def cascade_attention(
+    query: Float[Array, "T Hq D"],
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    *,
+    return_lse: bool,
+    **options: Unpack[CascadeOptions],
+) -> Out | tuple[Out, Lse]: ...
 def cascade_attention(
     query: Float[Array, "T Hq D"],
     cache: KVCache,
@@ -87,19 +115,22 @@ def cascade_attention(
     output_dtype: Any = None,
     qq_bias: Any = None,
     return_lse: bool = False,
-    implementation: str | None = None,
-) -> Any:
+    implementation: Implementation | None = None,
+) -> Out | tuple[Out, Lse]:
     """`paged_attention` of sequences that share their first tokens: the shared prefix is read once for all of them.
 
     The prefix is attended by all tokens as one sequence, what follows it by each sequence alone, and the two are merged. Every sequence
     that has queries and keys must lead with the blocks of the first such row, and no query may lie before the prefix's end: that is how
-    vLLM's scheduler counts common blocks. (Both ROCm backends leave cascade attention off; the result is the same.)
+    vLLM's scheduler counts common blocks. Both ROCm backends leave cascade attention off.
 
     Args:
+      query: see `paged_attention`.
+      cache: see `paged_attention`.
+      metadata: see `paged_attention`.
       common_prefix_len: tokens of the prefix, a static int, a multiple of the cache's block size; 0 is plain `paged_attention`.
       sliding_window, alibi_slopes: None, unless the prefix is 0: both need each query's distance from the prefix.
-      sinks: enter once.
-      The others: see `paged_attention`.
+      sinks: as in `paged_attention`; they enter the softmax once.
+      layer, scale, logits_soft_cap, q_scale, output_scale, output_dtype, qq_bias, return_lse, implementation: see `paged_attention`.
 
     Returns:
       As `paged_attention`, and the same values to rounding. Where values are traced and can't be checked, a token whose sequence does not
@@ -113,6 +144,7 @@ def cascade_attention(
     spec = check_cache(cache)
     metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
+    check_static_tokens("query", query)
     query, cache = refuse_derivatives("cascade_attention", (query, cache))
     prefix = _prefix_blocks(common_prefix_len, spec, metadata)
     shared = {"layer": layer, "scale": scale, "logits_soft_cap": logits_soft_cap, "q_scale": q_scale, "implementation": implementation}

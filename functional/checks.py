@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from .cache import FP8_DTYPES, CacheSpec
 from .config import check_float, check_vector, concrete, is_array, is_floating, real_number
-from .errors import bad_type, bad_value
+from .errors import UnsupportedError, bad_type, bad_value, describe
 from .integers import narrow
 
 MODEL_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
@@ -29,6 +29,12 @@ def check_tokens(name: str, array: Any, heads: int | None, head_size: int | None
     if head_size is not None and array.shape[2] != head_size:
         bad_value(name, array, f"of head_size {head_size}")
     return jnp.asarray(array)
+
+
+def check_static_tokens(name: str, array: Array) -> None:
+    """Attention is traced for one number of tokens: tiles and loops are sized by it. (`jax.export` can make it symbolic.)"""
+    if not isinstance(array.shape[0], int):
+        raise UnsupportedError(f"{name} is {describe(array)}: attention needs a static number of tokens, not a symbolic one")
 
 
 def check_head_ratio(num_heads: int, spec_heads: int, name: str = "query") -> None:

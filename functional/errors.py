@@ -13,7 +13,7 @@ class UnsupportedError(NotImplementedError):
 def describe(value: Any) -> str:
     """A short text of a value for an error: dtype and shape of an array, `repr` of all else."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is not None and dtype is not None and shape != ():
+    if isinstance(shape, tuple) and dtype is not None and shape != ():
         return f"{dtype}[{','.join(map(str, shape))}]"
     return repr(value)
 

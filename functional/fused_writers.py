@@ -14,6 +14,7 @@ from .checks import MODEL_DTYPES, check_bool, check_query, check_slots
 from .config import check_float, check_positive_int, int_or_none, is_array
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
+from .literals import Implementation
 from .rotary import check_cos_sin_cache, check_positions
 
 
@@ -34,7 +35,7 @@ def rope_and_update_cache(
     *,
     is_neox: bool = True,
     layer: Any = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], KVCache]:
     """`rotary_embedding`, then `update_cache` with the rotated key: the same bits in one call. Ports AITER's fused rope + cache writer.
 
@@ -85,7 +86,7 @@ def qk_norm_rope_and_update_cache(
     eps: float = 1e-6,
     is_neox: bool = True,
     layer: Any = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], Float[Array, "T H D"], KVCache]:
     """RMS norm of every query and key head, then `rope_and_update_cache`. Ports AITER's fused qk-norm + rope + cache writer.
 
@@ -141,7 +142,7 @@ def qk_norm_mrope_and_update_cache(
     eps: float = 1e-6,
     is_neox: bool = True,
     layer: Any = 0,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], Float[Array, "T H D"], KVCache]:
     """`qk_norm_rope_and_update_cache` with a position in time, height and width for each token (Qwen-VL's M-RoPE).
 

@@ -13,6 +13,7 @@ from .config import is_array
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .integers import narrow
+from .literals import Implementation
 
 
 def check_cos_sin_cache(cos_sin_cache: Any, head_size: int) -> Array:
@@ -47,7 +48,7 @@ def rotary_embedding(
     cos_sin_cache: Float[Array, "P R"],
     *,
     is_neox: bool = True,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"]]:
     """Rotates the first `rotary_dim` channels of every query and key head by its token's position. Ports vLLM's `RotaryEmbedding`.
 

@@ -12,7 +12,7 @@ Everything takes arrays and immutable pytrees, and returns new ones. `purepage.t
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import rocm_aiter_unified_attn, rocm_attn
 from .functional import (
@@ -85,12 +85,17 @@ __all__ = [
 _ON_FIRST_USE = ("explain", "testing")
 
 
-def __getattr__(name: str) -> Any:
-    if name == "explain":
-        return importlib.import_module(".bridges.explain", __name__).explain
-    if name in _ON_FIRST_USE:
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from . import testing as testing
+    from .bridges.explain import explain as explain
+else:  # a type checker that saw `__getattr__` would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name == "explain":
+            return importlib.import_module(".bridges.explain", __name__).explain
+        if name in _ON_FIRST_USE:
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

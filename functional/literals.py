@@ -1,0 +1,29 @@
+"""Types of names and options."""
+
+from typing import Any, TypedDict
+
+Implementation = str
+Content = str
+Order = str
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options of `paged_attention` that do not change what is returned, for its overloads and those of `cascade_attention`."""
+
+    layer: Any
+    scale: Any
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi_slopes: Any
+    sinks: Any
+    q_scale: Any
+    output_scale: Any
+    output_dtype: Any
+    qq_bias: Any
+    implementation: Implementation | None
+
+
+class CascadeOptions(AttentionOptions):
+    """Those of `cascade_attention`."""
+
+    common_prefix_len: int
