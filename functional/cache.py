@@ -271,7 +271,8 @@ def _scale(name: str, scale: Any, spec: CacheSpec) -> Float[Array, "..."]:
     if shape not in ((), (1,), (layers,), (layers, heads), (1, heads)):
         bad_value(name, scale, f"a scalar, [num_layers] = [{layers}] or [num_layers, num_kv_heads] = [{layers}, {heads}]")
     if not isinstance(scale, Tracer):
-        values = np.asarray(scale, np.float32)
+        with np.errstate(over="ignore"):
+            values = np.asarray(scale, np.float32)
         if not np.all(np.isfinite(values)) or np.any(values <= 0):
             bad_value(name, scale, "finite and above 0")
         if not spec.is_quantized and np.any(values != 1):
@@ -288,6 +289,9 @@ def init_cache(spec: CacheSpec, *, k_scale: Any = 1.0, v_scale: Any = 1.0, shard
       spec: what to allocate.
       k_scale, v_scale: a scalar, [L] or [L, H], above 0; 1 unless the cache is fp8.
       sharding: a `jax.sharding.Sharding` of the buffer; its axes are `spec.axes`.
+
+    Returns:
+      A cache of `spec` whose buffer is new.
 
     Raises:
       ValueError: names the scale and the rule that it breaks.
@@ -357,17 +361,37 @@ def _ids_first(taken: Array, axes: tuple[str, ...], ids_ndim: int) -> Array:
 
 
 def cache_to_logical(cache: KVCache, layer: Any = 0) -> tuple[Array, Array]:
-    """Key and value of one layer as `[B, N, H, D]` each, in the cache's dtype: the stored codes, not multiplied by the scales."""
+    """Key and value of one layer in logical order.
+
+    Args:
+      cache: any cache; its leaves may be NumPy arrays.
+      layer: an int or a traced i32 scalar.
+
+    Returns:
+      (key, value), [B, N, H, D] each, in the cache's dtype: the stored codes, not multiplied by the scales.
+
+    Raises:
+      TypeError, ValueError: not a cache, or a layer that it does not have.
+    """
     cache = refuse_derivatives("cache_to_logical", cache)
     spec = check_cache(cache)
     return take_blocks(cache, check_layer(layer, spec), jnp.arange(spec.num_blocks))
 
 
 def cache_from_logical(spec: CacheSpec, key: Array, value: Array, *, k_scale: Any = 1.0, v_scale: Any = 1.0) -> KVCache:
-    """A cache from `[L, B, N, H, D]` keys and values that are already in the cache's dtype: the bits are stored as they are.
+    """A cache with given contents; the inverse of `cache_to_logical` for all layers at once.
+
+    Args:
+      spec: what to make.
+      key: [L, B, N, H, D], already in the cache's dtype: bits are stored as they are, not divided by the scales.
+      value: as `key`.
+      k_scale, v_scale: a scalar, [L] or [L, H], above 0; 1 unless the cache is fp8.
+
+    Returns:
+      The cache.
 
     Raises:
-      ValueError, TypeError: shape or dtype of `key` or `value` is not the spec's.
+      ValueError, TypeError: shape or dtype of `key` or `value` is not the spec's, or a scale is wrong.
     """
     if not isinstance(spec, CacheSpec):
         bad_type("spec", spec, "a CacheSpec")
