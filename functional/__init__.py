@@ -12,6 +12,7 @@ from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, ini
 from .cache_writers import update_cache
 from .cascade import cascade_attention, merge_attention_states
 from .config import AttentionConfig, AttentionType
+from .debug import debug_checks
 from .errors import UnsupportedError
 from .fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
 from .metadata import AttentionMetadata
@@ -34,6 +35,7 @@ __all__ = [
     "convert_cache",
     "copy_blocks",
     "cross_metadata",
+    "debug_checks",
     "decode_metadata",
     "encoder_attention",
     "gather_blocks",

@@ -22,6 +22,7 @@ from .checks import (
     split_scale,
 )
 from .config import check_logits_soft_cap, check_sliding_window, is_array, is_floating
+from .debug import check_step
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .literals import AttentionOptions, Implementation
@@ -93,6 +94,8 @@ def paged_attention_call(
     metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
     check_static_tokens("query", query)
+    window = check_sliding_window(sliding_window)
+    metadata = check_step(metadata, spec, query.shape[0], window)
     factor, traced = split_scale(scale, spec.head_size)
     check_bool("return_lse", return_lse)
     quantum = optional_scalar("output_scale", output_scale)
@@ -107,7 +110,7 @@ def paged_attention_call(
         qq_bias=_optional_bias(qq_bias),
         output_scale=quantum,
         scale=factor,
-        sliding_window=check_sliding_window(sliding_window),
+        sliding_window=window,
         logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
         output_dtype=output_dtype_of(query.dtype, output_dtype, quantum is not None),
         return_lse=return_lse,
@@ -259,6 +262,7 @@ def encoder_attention(
         if array.shape[0] != query.shape[0]:
             bad_value(name, array, f"of the query's {query.shape[0]} tokens")
     check_bool("causal", causal)
+    metadata = check_step(metadata, None, query.shape[0])
     factor, traced = split_scale(scale, head_size)
     call = EncoderAttentionCall(
         query=query,

@@ -17,6 +17,7 @@ from .cache import CacheSpec, KVCache, check_cache
 from .calls import MergeCall
 from .checks import check_bool, check_query, check_static_tokens, check_tokens, optional_scalar
 from .config import check_sliding_window, int_or_none, is_array, is_floating
+from .debug import check_step, without_checks
 from .derivatives import refuse_derivatives
 from .errors import UnsupportedError, bad_type, bad_value
 from .fp8 import quantize
@@ -163,15 +164,17 @@ def cascade_attention(
     divisor = optional_scalar("output_scale", output_scale)
     dtype = output_dtype_of(query.dtype, output_dtype, divisor is not None)
 
+    metadata = check_step(metadata, spec, query.shape[0])
     live, shares = _sharing(metadata, prefix, spec.block_size)
     _check_sharing(live, shares, common_prefix_len)
     parts = {"output_dtype": jnp.float32, "return_lse": True, **shared}  # float32 until the one rounding at the end
-    prefix_out, prefix_lse = paged_attention(
-        query, cache, _prefix_metadata(metadata, live, prefix, spec.block_size, query.shape[0]), **parts
+    whole, rest = (
+        _prefix_metadata(metadata, live, prefix, spec.block_size, query.shape[0]),
+        _suffix_metadata(metadata, prefix, spec.block_size),
     )
-    suffix_out, suffix_lse = paged_attention(
-        query, cache, _suffix_metadata(metadata, prefix, spec.block_size), sinks=sinks, qq_bias=qq_bias, **parts
-    )
+    with without_checks():  # the slots are those of the whole step
+        prefix_out, prefix_lse = paged_attention(query, cache, whole, **parts)
+        suffix_out, suffix_lse = paged_attention(query, cache, rest, sinks=sinks, qq_bias=qq_bias, **parts)
     sequence = sequence_of_tokens(metadata, query.shape[0])
     sees_prefix, broken = live[sequence], (live & ~shares)[sequence]
     prefix_lse = jnp.where(sees_prefix[:, None], prefix_lse, -jnp.inf)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from .cache import FP8_DTYPES, CacheSpec
 from .config import check_float, check_vector, concrete, is_array, is_floating, real_number
+from .debug import check_written_slots
 from .errors import UnsupportedError, bad_type, bad_value, describe
 from .integers import narrow
 
@@ -150,4 +151,4 @@ def check_slots(slot_mapping: Any, num_tokens: int, spec: CacheSpec) -> Int[Arra
         bad_type("slot_mapping", slot_mapping, "of an integer dtype")
     if slot_mapping.shape[0] > num_tokens:
         bad_value("slot_mapping", slot_mapping, f"at most as long as there are tokens ({num_tokens})")
-    return narrow(slot_mapping, spec.num_slots)
+    return narrow(check_written_slots(slot_mapping, spec), spec.num_slots)

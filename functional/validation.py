@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .cache import CacheSpec
-from .config import check_positive_int, int_or_none
+from .config import check_sliding_window
 from .errors import bad_type, bad_value
 from .metadata import AttentionMetadata, check_metadata
 from .metadata_builders import host_integers
@@ -40,7 +40,7 @@ def validate_metadata(metadata: AttentionMetadata, spec: CacheSpec, *, writes: b
     check_metadata(metadata, spec)
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(metadata)):
         raise TypeError("validate_metadata reads values: call it outside jit, on concrete metadata")
-    check_values(metadata, spec, writes=writes, window=_window(sliding_window))
+    check_values(metadata, spec, writes=writes, window=check_sliding_window(sliding_window))
 
 
 def check_values(metadata: AttentionMetadata, spec: CacheSpec, *, writes: bool, window: int | None) -> None:
@@ -73,11 +73,6 @@ def check_query_starts(metadata: AttentionMetadata) -> None:
     if np.any(queries > longest):
         s = int(np.argmax(queries > longest))
         bad_value("max_query_len", longest, f"at least the {queries[s]} queries of sequence {s}")
-
-
-def _window(value: Any) -> int | None:
-    """None, 0 and -1 are off, as in vLLM."""
-    return None if value is None or int_or_none(value) in (0, -1) else check_positive_int("sliding_window", value)
 
 
 @dataclass(frozen=True, eq=False)
