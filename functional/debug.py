@@ -24,15 +24,21 @@ def debug_checks() -> Iterator[None]:
     """Inside, attention and the cache writers check the values that they get, as `validate_metadata` does.
 
     An eager call waits for its metadata and raises `ValueError`. A jitted one checks through a host callback when it runs: waiting for its
-    results raises `jax.errors.JaxRuntimeError`, which holds the same message (JAX raises that of the last failed callback once more at the
-    process's end). The setting is part of the key of `jax.jit`: a function that was traced without the checks is traced again with them, and
-    the trace without them has no callback.
+    results raises `jax.errors.JaxRuntimeError`, which holds the same message; JAX prints it once more at the process's end. The setting is
+    part of the key of `jax.jit`: a function that was traced without the checks is traced again with them, and the trace without them has no
+    callback.
 
     Attention checks the step's starts, lengths, table and slots, its window and the rows of the query. Writers, which get slots alone, find
     a slot that two tokens have and one past the cache.
 
         with pp.debug_checks():
             out = step(params, cache, metadata)
+
+    Returns:
+      A context manager.
+
+    Raises:
+      ValueError: inside, what an eager call finds: the sequence or token, what it was and the rule.
     """
     with _ENABLED(True):
         yield

@@ -301,6 +301,7 @@ HOST = {
         {"metadata": arguments("paged_attention", "float32")[0]["metadata"], "spec": cache_spec("float32")},
         {"metadata": NO_TREE, "spec": NO_TREE, "writes": NO_BOOL, "sliding_window": NO_WINDOW},
     ),
+    "debug_checks": (pp.debug_checks, {}, {}),
     "CacheSpec": (
         lambda **k: pp.CacheSpec(**k),
         {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 32},
