@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests marked `slow` and all but some cases of those marked `sampled`, unless --all or the name of a test (`::`) is given."""
+    """Leaves out tests marked `slow` and most cases of those marked `sampled`, unless --all or the name of a test (`::`) is given."""
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}

@@ -49,11 +49,13 @@ def load_rows(rows, head, token, is_token, ROW: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def write_rows(cache, values, scale, layer, head, slot, is_token, STRIDES: tl.constexpr, S: tl.constexpr):
     """Stores one side of one head of a block of tokens in its slots."""
+    SLOTS: tl.constexpr = S.slots
+    DTYPE: tl.constexpr = S.slots.dtype
     d = tl.arange(0, S.head_pad)
-    ok = is_token & (slot >= 0) & (slot < S.slots.num_slots)
-    codes = to_stored(values, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
-    base = side_base(cache, layer, head, STRIDES, S.slots.dtype)
-    store_channels(base, slot_offsets(slot, STRIDES, S.slots), d, codes, ok, d < S.head_size, STRIDES)
+    ok = is_token & (slot >= 0) & (slot < SLOTS.num_slots)
+    codes = to_stored(values, scale, DTYPE, SLOTS.hardware_fp8, S.interpreted)
+    base = side_base(cache, layer, head, STRIDES, DTYPE)
+    store_channels(base, slot_offsets(slot, STRIDES, SLOTS), d, codes, ok, d < S.head_size, STRIDES)
 
 
 @triton.jit
@@ -69,6 +71,9 @@ def update_cache_kernel(
     S: tl.constexpr,  # UpdateSpec
 ):
     """Grid: blocks of tokens x KV heads."""
+    SLOTS: tl.constexpr = S.slots
+    KEY: tl.constexpr = S.slots.key
+    VALUE: tl.constexpr = S.slots.value
     program = tl.program_id(0)
     head = program % S.num_kv_heads
     token = program // S.num_kv_heads * S.block_tokens + tl.arange(0, S.block_tokens)
@@ -78,7 +83,7 @@ def update_cache_kernel(
     layer_index = tl.load(layer)
     key_rows = load_rows(key, head, token, is_token, S.num_kv_heads * S.head_size, S)
     value_rows = load_rows(value, head, token, is_token, S.num_kv_heads * S.head_size, S)
-    key_scale = side_scale(k_scale, layer_index, head, S.slots.k_scale_heads, S.slots)
-    value_scale = side_scale(v_scale, layer_index, head, S.slots.v_scale_heads, S.slots)
-    write_rows(cache, key_rows, key_scale, layer_index, head, slot, is_token, S.slots.key, S)
-    write_rows(cache, value_rows, value_scale, layer_index, head, slot, is_token, S.slots.value, S)
+    key_scale = side_scale(k_scale, layer_index, head, SLOTS.k_scale_heads, SLOTS)
+    value_scale = side_scale(v_scale, layer_index, head, SLOTS.v_scale_heads, SLOTS)
+    write_rows(cache, key_rows, key_scale, layer_index, head, slot, is_token, KEY, S)
+    write_rows(cache, value_rows, value_scale, layer_index, head, slot, is_token, VALUE, S)

@@ -16,19 +16,21 @@ from .rounding import to_stored
 @triton.jit
 def store_key(head_base, slots, slot_ok, scale, first, second, rest, S: tl.constexpr):
     """Stores a rotated key in its slots."""
-    first = to_stored(first, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
-    second = to_stored(second, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
+    KEY: tl.constexpr = S.slots.key
+    DTYPE: tl.constexpr = S.slots.dtype
+    first = to_stored(first, scale, DTYPE, S.slots.hardware_fp8, S.interpreted)
+    second = to_stored(second, scale, DTYPE, S.slots.hardware_fp8, S.interpreted)
     j = tl.arange(0, S.half_pad)
     if S.is_neox:
-        store_channels(head_base, slots, j, first, slot_ok, j < S.half, S.slots.key)
-        store_channels(head_base, slots, j + S.half, second, slot_ok, j < S.half, S.slots.key)
+        store_channels(head_base, slots, j, first, slot_ok, j < S.half, KEY)
+        store_channels(head_base, slots, j + S.half, second, slot_ok, j < S.half, KEY)
     else:
         i = tl.arange(0, 2 * S.half_pad)
-        store_channels(head_base, slots, i, interleaved(first, second, S), slot_ok, i < S.rotary_dim, S.slots.key)
+        store_channels(head_base, slots, i, interleaved(first, second, S), slot_ok, i < S.rotary_dim, KEY)
     if S.rest_pad > 0:
         i = S.rotary_dim + tl.arange(0, S.rest_pad)
-        rest = to_stored(rest, scale, S.slots.dtype, S.slots.hardware_fp8, S.interpreted)
-        store_channels(head_base, slots, i, rest, slot_ok, i < S.head_size, S.slots.key)
+        rest = to_stored(rest, scale, DTYPE, S.slots.hardware_fp8, S.interpreted)
+        store_channels(head_base, slots, i, rest, slot_ok, i < S.head_size, KEY)
 
 
 @triton.jit
@@ -51,6 +53,12 @@ def rope_update_kernel(
     S: tl.constexpr,  # RotarySpec
 ):
     """Grid: blocks of tokens x (groups of query heads, then groups of KV heads)."""
+    SLOTS: tl.constexpr = S.slots
+    KEY: tl.constexpr = S.slots.key
+    VALUE: tl.constexpr = S.slots.value
+    STORED: tl.constexpr = S.slots.dtype
+    QUERY_DTYPE: tl.constexpr = S.query_dtype
+    KEY_DTYPE: tl.constexpr = S.key_dtype
     program = tl.program_id(0)
     group = program % S.groups
     token = program // S.groups * S.block_tokens + tl.arange(0, S.block_tokens)
@@ -58,7 +66,7 @@ def rope_update_kernel(
     if group < S.query_groups:
         q_head = group * S.block_heads
         rotate_heads(
-            query_out, query, q_weight, token, q_head, num_tokens, positions, cos_sin, S.num_heads, S.query_row, S.query_dtype, S
+            query_out, query, q_weight, token, q_head, num_tokens, positions, cos_sin, S.num_heads, S.query_row, QUERY_DTYPE, S
         )  # fmt: skip
     else:
         # As `rotate_heads`, with the value of each head beside its key and both stored in the cache.
@@ -69,7 +77,7 @@ def rope_update_kernel(
         slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
         layer_index = tl.load(layer)
         k_cos, k_sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, S)
-        offsets = slot_offsets(slot, S.slots.key, S.slots)
+        offsets = slot_offsets(slot, KEY, SLOTS)
         COUNT: tl.constexpr = S.block_heads
         for i in tl.static_range(COUNT):
             # A group can end past the last head. It then takes scale and place of head 0 and stores nothing.
@@ -80,13 +88,13 @@ def rope_update_kernel(
                 k_rows, k_ok = head_rows(key + S.key_start, token, k_head + i + 1, num_tokens, S.num_kv_heads, S.key_row, S)
                 k_ahead = load_head(k_rows, k_ok, S)
                 v_ahead = load_rows(value + S.value_start, k_head + i + 1, token, k_ok, S.key_row, S)
-            key_scale = side_scale(k_scale, layer_index, real, S.slots.k_scale_heads, S.slots)
-            value_scale = side_scale(v_scale, layer_index, real, S.slots.v_scale_heads, S.slots)
-            k_first, k_second, k_rest = normed_head(k_first, k_second, k_rest, k_weight, S.key_dtype, S)
-            k_first, k_second = rotate(k_first, k_second, k_cos, k_sin, S.key_dtype, S.interpreted)
+            key_scale = side_scale(k_scale, layer_index, real, SLOTS.k_scale_heads, SLOTS)
+            value_scale = side_scale(v_scale, layer_index, real, SLOTS.v_scale_heads, SLOTS)
+            k_first, k_second, k_rest = normed_head(k_first, k_second, k_rest, k_weight, KEY_DTYPE, S)
+            k_first, k_second = rotate(k_first, k_second, k_cos, k_sin, KEY_DTYPE, S.interpreted)
             k_to, k_is_row = head_rows(key_out, token, k_head + i, num_tokens, S.num_kv_heads, S.num_kv_heads * S.head_size, S)
             store_head(k_to, k_is_row, k_first, k_second, k_rest, S)
-            key_base = side_base(cache, layer_index, real, S.slots.key, S.slots.dtype)
+            key_base = side_base(cache, layer_index, real, KEY, STORED)
             key_ok = k_is_row & (slot >= 0) & (slot < S.slots.num_slots)
             store_key(key_base, offsets, key_ok, key_scale, k_first, k_second, k_rest, S)
-            write_rows(cache, v_rows, value_scale, layer_index, real, slot, k_is_row, S.slots.value, S)
+            write_rows(cache, v_rows, value_scale, layer_index, real, slot, k_is_row, VALUE, S)

@@ -31,6 +31,7 @@ def merge_states_kernel(
     S: tl.constexpr,  # MergeSpec
 ):
     """Grid: blocks of rows; a row is one token of one head."""
+    DTYPE: tl.constexpr = S.dtype
     row = tl.program_id(0) * S.block_m + tl.arange(0, S.block_m)
     is_row = row < num_rows
     a = without_inf(tl.load(lse_a + row, mask=is_row, other=float("-inf")))
@@ -46,5 +47,5 @@ def merge_states_kernel(
     offsets = row.to(tl.int64)[:, None] * S.head_size + d[None, :]
     ok = is_row[:, None] & (d < S.head_size)[None, :]
     merged = weighted(out_a, weight_a / divisor, ok, offsets) + weighted(out_b, weight_b / divisor, ok, offsets)
-    tl.store(out + offsets, round_to(merged, S.dtype, S.interpreted), mask=ok)
+    tl.store(out + offsets, round_to(merged, DTYPE, S.interpreted), mask=ok)
     tl.store(lse + row, base + tl.log(total), mask=is_row)

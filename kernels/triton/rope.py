@@ -191,13 +191,15 @@ def rotary_kernel(
     S: tl.constexpr,  # RotarySpec
 ):
     """Grid: blocks of tokens x (groups of query heads, then groups of KV heads)."""
+    QUERY_DTYPE: tl.constexpr = S.query_dtype
+    KEY_DTYPE: tl.constexpr = S.key_dtype
     program = tl.program_id(0)
     group = program % S.groups
     token = program // S.groups * S.block_tokens + tl.arange(0, S.block_tokens)
     if group < S.query_groups:
         rotate_heads(
-            query_out, query, None, token, group * S.block_heads, num_tokens, positions, cos_sin, S.num_heads, S.query_row, S.query_dtype, S
+            query_out, query, None, token, group * S.block_heads, num_tokens, positions, cos_sin, S.num_heads, S.query_row, QUERY_DTYPE, S
         )  # fmt: skip
     else:
         k_head = (group - S.query_groups) * S.block_heads
-        rotate_heads(key_out, key, None, token, k_head, num_tokens, positions, cos_sin, S.num_kv_heads, S.key_row, S.key_dtype, S)
+        rotate_heads(key_out, key, None, token, k_head, num_tokens, positions, cos_sin, S.num_kv_heads, S.key_row, KEY_DTYPE, S)

@@ -1,10 +1,13 @@
 """Laws of the sources of the kernels: short parameter lists, and what each parameter of a kernel is."""
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+
+from purepage.kernels.triton import spec, writer_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_PARAMETERS = 20
@@ -44,3 +47,23 @@ def test_every_kernel_that_a_plan_names_is_there():
     for kernel in KERNELS:
         module, name = kernel.split(":")
         assert name in [function.name for function in functions(ROOT / "kernels" / "triton" / f"{module}.py")]
+
+
+def static_values():
+    """Names of the facts that are text or values of a class. All others are numbers, which every release of Triton takes as they are."""
+    classes = {kind for module in (spec, writer_spec) for kind in vars(module).values() if dataclasses.is_dataclass(kind)}
+    fields = [field for kind in classes for field in dataclasses.fields(kind)]
+    return {field.name for field in fields if field.type is str or dataclasses.is_dataclass(field.type)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels" / "triton").glob("*.py")), ids=lambda path: path.stem)
+def test_text_among_the_facts_reaches_a_device_function_through_a_local_constexpr(path):
+    """Triton 3.6 takes an attribute in a call for a tensor, and text or a class has no type there; later releases take it as it is."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    direct = [
+        f"line {argument.lineno}: {ast.unparse(argument)}"
+        for call in calls
+        for argument in call.args
+        if isinstance(argument, ast.Attribute) and ast.unparse(argument).split(".")[0].isupper() and argument.attr in static_values()
+    ]
+    assert not direct
