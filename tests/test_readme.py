@@ -1,6 +1,6 @@
 """The README is correct: its programs run, its tables are the capabilities and the measurements, its commands and files exist.
 
-`python tests/test_readme.py` rewrites the tables.
+`PYTHONPATH=. python tests/test_readme.py` rewrites the tables.
 """
 
 import importlib
