@@ -18,8 +18,8 @@ SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 """XLA and GPUs may flush smaller float32 values to zero."""
 
 
-class AttentionType(enum.Enum):
-    """Who attends to whom (vLLM's `AttentionType`)."""
+class AttentionType(enum.StrEnum):
+    """Who attends to whom (vLLM's `AttentionType`); every argument of this type also takes the string."""
 
     DECODER = "decoder"
     """Causal self attention over the paged cache."""
@@ -33,6 +33,15 @@ class AttentionType(enum.Enum):
     @property
     def uses_cache(self) -> bool:
         return self in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+def check_attention_type(value: Any) -> AttentionType:
+    """An `AttentionType` from itself or its string."""
+    if not isinstance(value, str):
+        bad_type("attn_type", value, "an AttentionType or its string")
+    if value not in tuple(AttentionType):
+        bad_value("attn_type", value, f"one of {', '.join(repr(kind.value) for kind in AttentionType)}")
+    return AttentionType(value)
 
 
 def is_array(value: Any) -> bool:
@@ -54,7 +63,7 @@ class AttentionConfig:
       scale: factor on the scores; `None` means `head_size ** -0.5`.
       sliding_window: number of keys that a query sees, itself included; `None`, 0 and -1 are off.
       logits_soft_cap: `c` of `c * tanh(score / c)`; `None` and 0 are off.
-      attn_type: see `AttentionType`.
+      attn_type: an `AttentionType` or its string, such as "decoder".
       alibi_slopes: f32[Hq] or None.
       sinks: f32[Hq] or None, natural-log logits. Inside `shard_map` this vector and `alibi_slopes` may be the shard's or the whole model's
         (see `paged_attention`).
@@ -70,7 +79,7 @@ class AttentionConfig:
     scale: float | None = None
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
-    attn_type: AttentionType = AttentionType.DECODER
+    attn_type: AttentionType | str = AttentionType.DECODER
     alibi_slopes: Any = None
     sinks: Any = None
     kv_cache_dtype: str = "auto"
@@ -84,8 +93,7 @@ class AttentionConfig:
             object.__setattr__(self, "scale", check_float("scale", self.scale, zero=True, negative=True))
         object.__setattr__(self, "sliding_window", check_sliding_window(self.sliding_window))
         object.__setattr__(self, "logits_soft_cap", check_logits_soft_cap(self.logits_soft_cap))
-        if not isinstance(self.attn_type, AttentionType):
-            bad_type("attn_type", self.attn_type, "an AttentionType")
+        object.__setattr__(self, "attn_type", check_attention_type(self.attn_type))
         for name in ("alibi_slopes", "sinks"):
             object.__setattr__(self, name, _config_vector(name, getattr(self, name), self.num_heads))
         if not isinstance(self.kv_cache_dtype, str):

@@ -19,7 +19,7 @@ from purepage.bridges.aiter import rules as aiter_rules
 from purepage.functional.attention import paged_attention_call
 from purepage.functional.calls import QkNormRopeUpdateCall, RopeUpdateCall, UpdateCacheCall
 from purepage.functional.dispatch import Plan
-from purepage.functional.target import Settings, named_target, settings_table
+from purepage.functional.target import Settings, named_target
 from purepage.kernels.archs import amd_archs
 
 PAGE = Path(__file__).parents[1] / "docs/rocm.md"
@@ -132,7 +132,7 @@ def times():
     return "\n".join(lines) + "\n"
 
 
-GENERATED = {"who serves what": table, "settings": lambda: f"{settings_table()}\n", "times": times}
+GENERATED = {"who serves what": table, "times": times}
 
 
 def with_generated(page):

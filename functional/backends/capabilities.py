@@ -1,7 +1,8 @@
 """What a backend declares and what it serves: one frozen value per backend, with a field for every class method and flag of vLLM's class.
 
-The fields are the vLLM class's own answers (SEMANTICS.md, II.2, II.6 and II.7). Where the port serves more than the class declares, or
-repairs what the class's kernels get wrong, `extensions` names the field and says how; `supports` counts that in.
+The fields hold the answers of the classes of vLLM 0.33.0; the tests compare them with answers recorded from its wheel. `extensions` lists
+every deliberate difference: where the port serves more than the class declares, repairs what the class's kernels get wrong, or refuses what
+the class drops in silence.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..cache import CacheSpec
-from ..config import AttentionConfig, AttentionType
+from ..config import AttentionConfig, AttentionType, check_attention_type
 from ..errors import bad_type
 from ..fp8 import KV_CACHE_DTYPES
 
@@ -41,21 +42,27 @@ class Capabilities:
       layouts: `supported_kv_cache_layouts`, orders, preferred first.
       layouts_with_kv_connector: the same where a KV connector is configured; empty: none works.
       sinks: `supports_sink`. sliding_window: `supports_sliding_window`. non_causal: `supports_non_causal`, of decoders.
-      mm_prefix: `supports_mm_prefix`. kv_connector: `supports_kv_connector`.
+      mm_prefix: `supports_mm_prefix`. kv_connector: `supports_kv_connector`. rswa: `supports_rswa`.
+      pcp, dcp, non_causal_dcp: `supports_pcp`, `supports_dcp`, `supports_non_causal_dcp` (context parallelism).
+      device_cpu_query_lens_mismatch: `supports_device_cpu_query_lens_mismatch`.
+      compute_capability: `supports_compute_capability`; True: any device.
+      combination: `supports_combination`; None: no combination is refused.
       logits_soft_cap, alibi: whether the class's kernels apply them.
-      alibi_sqrt: `supports_alibi_sqrt`. per_head_quant_scales: `supports_per_head_quant_scales`. mla: `is_mla`. sparse: `is_sparse`.
+      alibi_sqrt: `supports_alibi_sqrt`. per_head_quant_scales: `supports_per_head_quant_scales`.
+      mla: `is_mla`. sparse: `is_sparse`. ssm: `is_ssm`.
       batch_invariance: `supports_batch_invariance`.
-      cascade: `use_cascade_attention`.
       cudagraph: the builder's `_cudagraph_support`.
       capture_zeroes_query_starts: what `build_for_cudagraph_capture` does to `query_start_loc`.
       forward_includes_kv_cache_update: whether `forward` writes the cache; where not, write before it.
-      full_precision_new_tokens: whether `forward` attends this step's tokens from `key` and `value` and not from the cache.
+      kv_cache_update_bypass: `supports_kv_cache_update_bypass`.
+      full_precision_new_tokens: whether `forward` attends the step's tokens from `key` and `value`, in sequences of more than one query
+        token; where not, everything is read from the cache.
       fused_output_quant: `fused_output_quant_supported`, quantization keys.
       fused_rope_kvcache, fused_qk_norm_rope_kvcache, fused_qk_norm_mrope_kvcache: the three fused writers. vLLM has them where AITER is on;
         the port always.
       quant_query_input: `supports_quant_query_input` on an arch that has fp8.
       no_quant_query_archs: prefixes of archs that keep the query in 16 bits all the same.
-      extensions: pairs of a field (or "unused_slots") and what the port does more, or right, there.
+      extensions: pairs of a field (or "q_scale", "unused_slots") and what differs from the class there.
     """
 
     name: str
@@ -75,17 +82,25 @@ class Capabilities:
     non_causal: bool
     mm_prefix: bool = False
     kv_connector: bool
+    rswa: bool = False
+    pcp: bool = False
+    dcp: bool = False
+    non_causal_dcp: bool = False
+    device_cpu_query_lens_mismatch: bool = True
+    compute_capability: bool = True
+    combination: str | None = None
     logits_soft_cap: bool
     alibi: bool = True
     alibi_sqrt: bool = False
     per_head_quant_scales: bool = False
     mla: bool = False
     sparse: bool = False
+    ssm: bool = False
     batch_invariance: bool = False
-    cascade: bool = False
     cudagraph: str = "ALWAYS"
     capture_zeroes_query_starts: bool
     forward_includes_kv_cache_update: bool = False
+    kv_cache_update_bypass: bool = False
     full_precision_new_tokens: bool
     fused_output_quant: tuple[str, ...] = (STATIC_FP8,)
     fused_rope_kvcache: bool = True
@@ -117,8 +132,13 @@ class Capabilities:
     def supports_kv_cache_dtype(self, name: str | None) -> bool:
         return name is None or name in self.kv_cache_dtypes
 
-    def supports_attn_type(self, attn_type: AttentionType) -> bool:
+    def supports_attn_type(self, attn_type: AttentionType | str) -> bool:
+        """`attn_type` is an `AttentionType` or its string; False for any other string, as in the class."""
         return attn_type in self.attn_types
+
+    def supports_compute_capability(self, device_capability: Any) -> bool:
+        """Whether the backend runs on a device of this (major, minor); the class looks at none."""
+        return self.compute_capability
 
     def get_preferred_block_size(self, default: int = 16) -> int:
         if self.preferred_block_size is not None:
@@ -144,41 +164,67 @@ class Capabilities:
         dtype: Any,
         kv_cache_dtype: str | None = None,
         block_size: int | None = None,
-        attn_type: AttentionType = AttentionType.DECODER,
         use_mla: bool = False,
         has_sink: bool = False,
         use_sparse: bool = False,
         use_mm_prefix: bool = False,
-        use_alibi_sqrt: bool = False,
         use_per_head_quant_scales: bool = False,
+        device_capability: Any = None,
+        attn_type: AttentionType | str = AttentionType.DECODER,
+        has_sliding_window: bool = False,
         use_non_causal: bool = False,
         use_batch_invariant: bool = False,
         use_kv_connector: bool = False,
+        use_pcp: bool = False,
+        use_adaptive_verification: bool = False,
+        use_dcp: bool = False,
+        use_rswa: bool = False,
     ) -> tuple[str, ...]:
         """Why vLLM's selector would pass this backend over, by what the class declares; empty: it would take it.
 
         `supports` says what the port serves, which is more (`extensions`).
+
+        Args:
+          head_size, block_size: D and N; a `block_size` of None is yet to be chosen.
+          dtype: the model's dtype.
+          kv_cache_dtype: vLLM's string, or None.
+          device_capability: (major, minor) of the device; no answer depends on it.
+          attn_type: an `AttentionType` or its string.
+          use_mla, use_sparse: must be what the backend is (`mla`, `sparse`).
+          has_sink, use_mm_prefix, use_per_head_quant_scales, has_sliding_window, use_non_causal, use_batch_invariant, use_kv_connector,
+            use_pcp, use_adaptive_verification, use_dcp, use_rswa: features that the layer or the engine uses.
+
+        Returns:
+          One reason for each argument that the class does not support.
         """
-        asked = {
-            "mla": use_mla,
-            "sinks": has_sink,
-            "sparse": use_sparse,
-            "mm_prefix": use_mm_prefix,
-            "alibi_sqrt": use_alibi_sqrt,
-            "per_head_quant_scales": use_per_head_quant_scales,
-            "non_causal": use_non_causal,
-            "batch_invariance": use_batch_invariant,
-            "kv_connector": use_kv_connector,
-        }
         sizes = {
             "head_size": (self.supports_head_size(head_size), head_size),
             "dtype": (self.supports_dtype(dtype), np.dtype(dtype).name),
             "kv_cache_dtype": (self.supports_kv_cache_dtype(kv_cache_dtype), kv_cache_dtype),
             "block_size": (self.supports_block_size(block_size), block_size),
-            "attn_type": (self.supports_attn_type(attn_type), attn_type.value),
+            "attn_type": (self.supports_attn_type(attn_type), str(attn_type)),
+            "device_capability": (self.supports_compute_capability(device_capability), device_capability),
+        }
+        asked = {
+            "mm_prefix": use_mm_prefix,
+            "sinks": has_sink,
+            "per_head_quant_scales": use_per_head_quant_scales,
+            "sliding_window": has_sliding_window,
+            "rswa": use_rswa,
+            "non_causal": use_non_causal,
+            "non_causal_dcp": use_mla and use_non_causal and use_dcp,
+            "batch_invariance": use_batch_invariant,
+            "kv_connector": use_kv_connector,
+            "pcp": use_pcp,
+            "dcp": use_dcp,
+            "device_cpu_query_lens_mismatch": use_adaptive_verification,
         }
         reasons = [f"{name} {value} not supported by {self.name}" for name, (fine, value) in sizes.items() if not fine]
-        return (*reasons, *(f"{name} not supported by {self.name}" for name, used in asked.items() if used and not getattr(self, name)))
+        for name, wanted in (("mla", use_mla), ("sparse", use_sparse)):
+            if bool(wanted) != getattr(self, name):
+                reasons.append(f"{name if wanted else f'non-{name}'} not supported by {self.name}")
+        reasons += [f"{name} not supported by {self.name}" for name, used in asked.items() if used and not getattr(self, name)]
+        return tuple(reasons) if self.combination is None else (*reasons, self.combination)
 
     def supports(self, config: AttentionConfig, spec: CacheSpec | None) -> tuple[str, ...]:
         """Why `forward` and the writers refuse a layer of this backend; empty where they serve it.
@@ -189,10 +235,11 @@ class Capabilities:
         """
         if not isinstance(config, AttentionConfig):
             bad_type("config", config, "an AttentionConfig")
+        attn_type = check_attention_type(config.attn_type)
         reasons = []
-        if not self.supports_attn_type(config.attn_type):
+        if not self.supports_attn_type(attn_type):
             able = ", ".join(kind.name for kind in self.attn_types)
-            reasons.append(f"attn_type is {config.attn_type.name}: {self.name} serves {able}")
+            reasons.append(f"attn_type is {attn_type.name}: {self.name} serves {able}")
         if not self.supports_head_size(config.head_size):
             able = f"one of {list(self.head_sizes)}" if self.head_sizes else f"at least {self.min_head_size}"
             reasons.append(f"head_size is {config.head_size}: {self.name} needs {able}")
@@ -204,10 +251,10 @@ class Capabilities:
             used = config.alibi_slopes is not None if field == "alibi" else bool(getattr(config, field) is not None)
             if used and not self.serves(field):
                 reasons.append(f"{field} is not served by {self.name}")
-        if config.attn_type in ENCODERS:
+        if attn_type in ENCODERS:
             return (*reasons, *_encoder_reasons(config))
         if not isinstance(spec, CacheSpec):
-            bad_type("spec", spec, f"a CacheSpec where attn_type is {config.attn_type.name}")
+            bad_type("spec", spec, f"a CacheSpec where attn_type is {attn_type.name}")
         return (*reasons, *self._cache_reasons(config, spec))
 
     def _cache_reasons(self, config: AttentionConfig, spec: CacheSpec) -> list[str]:

@@ -1,7 +1,7 @@
 """Which kernel vLLM's ROCM_ATTN would take: its gates as pure functions of static facts.
 
-All paths compute the same; these functions tell what runs on an AMD machine under vLLM, for tables, tests and comparisons. Sources:
-`use_rocm_custom_paged_attention` and `has_native_kv_cache_layout` of vLLM (SEMANTICS.md, II.2.1, II.2.5).
+All paths compute the same; these functions tell what runs on an AMD machine under vLLM 0.33, for tables, tests and comparisons. Sources:
+`use_rocm_custom_paged_attention` (vllm/platforms/rocm.py), `has_native_kv_cache_layout` and `do_kv_cache_update` of vLLM.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,10 @@ class HipDecodeGate:
 
 
 HIP_DECODE_GATES: Mapping[str, HipDecodeGate] = {
-    "CDNA": HipDecodeGate(("gfx90a", "gfx942", "gfx950"), (64, 128), (16, 32), 1, 16, True, None),
+    "CDNA": HipDecodeGate(("gfx9", "gfx1250"), (64, 128), (16, 32), 1, 16, True, None),
     "RDNA": HipDecodeGate(("gfx11", "gfx12"), (128,), (16,), 3, 16, False, ("auto",)),
 }
+"""The first family whose prefix an arch has decides: gfx1250 counts as CDNA."""
 
 HIP_WRITER_BLOCK_SIZES = (16, 32)
 
@@ -50,7 +51,6 @@ def use_rocm_custom_paged_attention(
     sinks: Any = None,
     *,
     arch: str,
-    enabled: bool = True,
 ) -> bool:
     """Whether vLLM decodes with its HIP kernel `paged_attention_rocm`.
 
@@ -59,16 +59,17 @@ def use_rocm_custom_paged_attention(
       head_size, block_size: D and N.
       gqa_ratio: query heads per KV head.
       max_seq_len: the batch's longest sequence.
-      sliding_window: None, 0 and (-1, -1) are off.
+      sliding_window: None, 0 and (-1, -1) are off (vLLM turns None into 0 before it asks).
       kv_cache_dtype: vLLM's string.
       alibi_slopes, sinks: None or anything.
       arch: "gfx942", ...; others than AMD's never use it.
-      enabled: the environment's VLLM_ROCM_CUSTOM_PAGED_ATTN.
+
+    Returns:
+      True where the kernel is taken, if the cache's layout allows it too (see `decode_path`).
     """
     gate = next((g for g in HIP_DECODE_GATES.values() if arch.startswith(g.archs)), None)
     return (
         gate is not None
-        and enabled
         and sliding_window in (None, 0, (-1, -1))
         and np.dtype(query_dtype) in HALVES
         and head_size in gate.head_sizes
@@ -82,7 +83,7 @@ def use_rocm_custom_paged_attention(
 
 
 def has_native_kv_cache_layout(spec: CacheSpec) -> bool:
-    """Whether the blocks of each side lie one after another, which the HIP kernels take for granted."""
+    """Whether the blocks of each side are contiguous, which the HIP kernels take for granted."""
     return spec.content in ("xpacked", "xpacked_interleaved_v") and spec.order == "LHBNC"
 
 

@@ -1,7 +1,7 @@
 """The metadata builders of the two backends, as functions from metadata to metadata.
 
-vLLM's builders copy the runner's common metadata into a backend's own class, add the split of a cascade, and make the metadata that a graph
-is captured with. Here the common metadata is `AttentionMetadata`, and what `forward` takes is either of the two.
+vLLM's builders copy the runner's common metadata into a backend's own class, and make the metadata that a graph is captured with. Here the
+common metadata is `AttentionMetadata`, and what `forward` takes is either of the two.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -17,50 +17,29 @@ from ..errors import bad_type, bad_value
 from ..metadata import STATIC_FIELDS, AttentionMetadata, check_metadata
 from ..pytrees import register_for_export
 
+_COMMON = tuple(f.name for f in fields(AttentionMetadata))
+_ARRAYS = tuple(name for name in _COMMON if name not in STATIC_FIELDS)
+
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "query_start_loc",
-        "seq_lens",
-        "block_table",
-        "slot_mapping",
-        "cu_prefix_query_lens",
-        "prefix_kv_lens",
-        "suffix_kv_lens",
-    ],
-    meta_fields=[*STATIC_FIELDS, "common_prefix_len"],
+    data_fields=[*_ARRAYS, "num_actual_tokens", "scheduler_metadata"],
+    meta_fields=list(STATIC_FIELDS),
 )
 @dataclass(frozen=True, eq=False)
 class RocmAttentionMetadata(AttentionMetadata):
-    """`AttentionMetadata` with the cascade's split, which both backends compute and neither uses.
+    """`AttentionMetadata` with the fields that vLLM's builder adds.
 
     Attributes:
-      common_prefix_len: tokens that all sequences share, static.
-      cu_prefix_query_lens: i32[2], the prefix attended by all tokens as one sequence; None without a prefix, as the next two.
-      prefix_kv_lens: i32[1].
-      suffix_kv_lens: i32[S], tokens of each sequence after the prefix.
+      num_actual_tokens: i32 scalar, query tokens without padding.
+      scheduler_metadata: None; no kernel of the two backends reads it.
     """
 
-    common_prefix_len: int = field(default=0, kw_only=True)
-    cu_prefix_query_lens: Int[Array, " 2"] | None = field(default=None, kw_only=True)
-    prefix_kv_lens: Int[Array, " 1"] | None = field(default=None, kw_only=True)
-    suffix_kv_lens: Int[Array, " S"] | None = field(default=None, kw_only=True)
-
-    @property
-    def use_cascade(self) -> bool:
-        return self.common_prefix_len > 0
-
-    @property
-    def num_actual_tokens(self) -> Int[Array, ""]:
-        """Query tokens without padding."""
-        return self.query_start_loc[-1]
+    num_actual_tokens: Int[Array, ""] = field(kw_only=True)
+    scheduler_metadata: Any = field(default=None, kw_only=True)
 
 
-register_for_export(RocmAttentionMetadata, (*STATIC_FIELDS, "common_prefix_len"))
-
-
-_COMMON = tuple(f.name for f in fields(AttentionMetadata))
+register_for_export(RocmAttentionMetadata, STATIC_FIELDS)
 
 
 def plain_metadata(metadata: AttentionMetadata) -> AttentionMetadata:
@@ -74,29 +53,38 @@ def build(common_prefix_len: int, metadata: AttentionMetadata, *, fast_build: bo
     """Port of `RocmAttentionMetadataBuilder.build`.
 
     Args:
-      common_prefix_len: tokens of a prefix that all sequences share, static; 0 where there is no cascade, which is what `forward` takes.
+      common_prefix_len: a static int that changes nothing, as in vLLM 0.33: these backends have no cascade attention
+        (`purepage.cascade_attention` has).
       metadata: the step's common metadata (see `make_metadata`).
       fast_build: accepted as in vLLM, where it changes nothing for these backends.
+
+    Returns:
+      The same step as `RocmAttentionMetadata`.
+
+    Raises:
+      ValueError, TypeError: `metadata` is none, or `common_prefix_len` is no static int of at least 0.
     """
-    check_metadata(metadata)
+    metadata = check_metadata(metadata)
     length = int_or_none(common_prefix_len)
     if length is None or isinstance(common_prefix_len, bool):
         bad_type("common_prefix_len", common_prefix_len, "a static int")
     if length < 0:
         bad_value("common_prefix_len", length, "at least 0")
-    cascade: dict[str, Any] = {}
-    if length:
-        total = jnp.asarray(metadata.query_start_loc[-1], jnp.int32)
-        cascade = {
-            "cu_prefix_query_lens": jnp.stack([jnp.zeros_like(total), total]),
-            "prefix_kv_lens": jnp.array([length], jnp.int32),
-            "suffix_kv_lens": jnp.asarray(metadata.seq_lens, jnp.int32) - length,
-        }
-    return RocmAttentionMetadata(**{name: getattr(metadata, name) for name in _COMMON}, common_prefix_len=length, **cascade)
+    tokens = metadata.num_actual_tokens if isinstance(metadata, RocmAttentionMetadata) else metadata.query_start_loc[-1]
+    common = {name: getattr(metadata, name) for name in _COMMON}
+    return RocmAttentionMetadata(**common, num_actual_tokens=jnp.asarray(tokens, jnp.int32))
 
 
 def build_for_drafting(metadata: AttentionMetadata, draft_index: int) -> RocmAttentionMetadata:
-    """Port of the builders' `build_for_drafting`: the same for every draft."""
+    """Port of the builders' `build_for_drafting`: the same for every draft.
+
+    Args:
+      metadata: the draft step's common metadata.
+      draft_index: which draft of the step; changes nothing for these backends.
+
+    Returns:
+      As `build`.
+    """
     return build(0, metadata, fast_build=True)
 
 
@@ -104,8 +92,10 @@ def capture_metadata(metadata: AttentionMetadata, *, zero_query_starts: bool) ->
     """Metadata of the same shapes to warm up or record a step with: sequences of one token, so that recording costs little.
 
     With `zero_query_starts` no sequence has queries (ROCM_ATTN, whose prefill kernel would read past the lengths set here); without it
-    query starts are kept (ROCM_AITER_UNIFIED_ATTN, whose replay needs them).
+    query starts are kept (ROCM_AITER_UNIFIED_ATTN, whose replay needs them). All slots are -1, so that a warm-up step writes nothing.
+    `num_actual_tokens` stays the step's.
     """
     built = build(0, metadata)
     starts = jnp.zeros_like(built.query_start_loc) if zero_query_starts else built.query_start_loc
-    return replace(built, seq_lens=jnp.ones_like(built.seq_lens), query_start_loc=starts)
+    slots = jnp.full_like(built.slot_mapping, -1)
+    return replace(built, seq_lens=jnp.ones_like(built.seq_lens), query_start_loc=starts, slot_mapping=slots)

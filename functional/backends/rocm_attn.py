@@ -1,27 +1,26 @@
 """ROCM_ATTN as pure functions: vLLM's backend of HIP paged attention, Triton prefix prefill and an x-packed cache.
 
-`forward` attends the step's new tokens at full precision, from `key` and `value`, where these are given and the cache is narrower: with an
-fp8 cache its results differ from `rocm_aiter_unified_attn`'s, which reads the rounded copies back.
+`forward` attends the new tokens of a sequence of more than one query token at full precision, from `key` and `value` where these are given;
+a sequence of one query token reads everything from the cache. With an fp8 cache its results differ from `rocm_aiter_unified_attn`'s, which
+reads everything from the cache.
 
-Deliberately better than the class: see `CAPABILITIES.extensions`. Cross attention stays refused, as in the class: its prefill would take
-the encoder's keys for new tokens.
+`CAPABILITIES.extensions` lists what differs from the class. Cross attention is refused, as in the class: its prefill would take the
+encoder's keys for new tokens.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from ..cache import CacheSpec, KVCache
-from ..config import AttentionConfig, AttentionType
-from ..metadata import AttentionMetadata
-from . import backend
-from .backend import process_weights_after_loading
+from ..cache import CacheSpec
+from ..config import AttentionType
+from .backend import Backend, process_weights_after_loading
 from .capabilities import Capabilities
 from .hip_gates import decode_path, has_native_kv_cache_layout, use_rocm_custom_paged_attention, writer_path
-from .metadata_builder import RocmAttentionMetadata, build, build_for_drafting, capture_metadata
+from .metadata_builder import RocmAttentionMetadata, build, build_for_drafting
 
 __all__ = [
+    "BACKEND",
     "CAPABILITIES",
     "RocmAttentionMetadata",
     "build",
@@ -39,7 +38,6 @@ __all__ = [
     "qk_norm_rope_and_kv_cache_update",
     "rope_and_kv_cache_update",
     "supports",
-    "use_cascade_attention",
     "use_rocm_custom_paged_attention",
     "writer_path",
 ]
@@ -64,28 +62,46 @@ CAPABILITIES = Capabilities(
     quant_query_input=False,
     extensions=(
         ("logits_soft_cap", "the class ignores it in prefill, decode and encoders; here all three apply it"),
-        ("sinks", "declared unsupported, though the Triton kernels have them; served in every path, with alibi too"),
+        ("sinks", "declared unsupported, though the Triton kernels have them; served in decoders, beside alibi too, and in encoders"),
         ("per_head_quant_scales", "the class reads one scale per layer; here k_scale and v_scale may be per KV head"),
-        ("kv_cache_dtypes", "fp8_e5m2 is advertised but stored and read as e4m3; here it is float8_e5m2, and both fnuz kinds work by name"),
+        (
+            "kv_cache_dtypes",
+            "fp8_e5m2 is advertised, but the class's Triton writers store e4m3 codes, which its readers take for e5m2; here it is "
+            "float8_e5m2, written and read, and both fnuz kinds work by name",
+        ),
         ("non_causal", "the class bounds a non-causal window on the left alone; here it is symmetric"),
         ("sliding_window", "the alibi prefill ignores the window and an encoder takes a window of 1 for none; here both honour it"),
-        ("alibi", "prefill takes sinks, an fp8 output, non-causal batches and negative slopes beside alibi"),
-        ("fused_output_quant", "also beside alibi, and on gfx90a"),
-        ("unused_slots", "empty sequences give 0 and NaN in slots that nobody owns reaches no output"),
-        ("fused_rope_kvcache", "any block size that is a multiple of 16, partial rotary, float16 caches; also with interleaved values"),
-        ("fused_qk_norm_rope_kvcache", "any block size; the key comes back in the model's dtype, where the class returns fp8 bytes"),
+        (
+            "alibi",
+            "prefill takes sinks, an fp8 output, non-causal batches, negative slopes and key = value = None beside alibi; "
+            "encoders refuse alibi, which the class ignores there",
+        ),
+        ("fused_output_quant", "also beside alibi, and on gfx90a; encoders refuse output_scale, which the class ignores there"),
+        (
+            "q_scale",
+            "an fp8 query with a q_scale other than 1 is refused beside any cache, by the class beside an fp8 cache alone",
+        ),
+        ("unused_slots", "empty sequences give 0 and NaN in slots that no sequence owns reaches no output"),
+        ("fused_rope_kvcache", "any block size that is a multiple of 16, partial rotary, float16 caches"),
+        (
+            "fused_qk_norm_rope_kvcache",
+            "any block size and head size; the key comes back as it was before it was quantized, where the class dequantizes the stored "
+            "fp8 key; encoders write nothing",
+        ),
+        ("kv_cache_update_bypass", "forward takes key = value = None beside any writer, though the class declares no bypass"),
     ),
 )
 
+BACKEND = Backend(CAPABILITIES)
 
-def supports(config: AttentionConfig, spec: CacheSpec | None) -> tuple[str, ...]:
-    """Why this backend refuses a layer over a cache; empty where it serves it. Each reason starts with the argument's name.
-
-    Args:
-      config: the layer.
-      spec: its cache; None for encoder attention types, which have none.
-    """
-    return CAPABILITIES.supports(config, spec)
+supports = BACKEND.supports
+init_cache = BACKEND.init_cache
+get_kv_cache_stride_order = BACKEND.get_kv_cache_stride_order
+build_for_cudagraph_capture = BACKEND.build_for_cudagraph_capture
+forward = BACKEND.forward
+kv_cache_update = BACKEND.kv_cache_update
+rope_and_kv_cache_update = BACKEND.rope_and_kv_cache_update
+qk_norm_rope_and_kv_cache_update = BACKEND.qk_norm_rope_and_kv_cache_update
 
 
 def cache_spec(
@@ -108,7 +124,7 @@ def cache_spec(
     Args:
       num_blocks, num_kv_heads, head_size, num_layers: B, H, D and L.
       head_size_v: None or `head_size`.
-      block_size: N, a multiple of 16; None is the preferred one (16).
+      block_size: N, a multiple of 16, or 1 (vLLM's probe of the bytes of a token); None is the preferred one (16).
       dtype: the model's dtype, which "auto" stands for.
       kv_cache_dtype: vLLM's string, or a dtype's own name. "fp8" and "fp8_e4m3" mean float8_e4m3fnuz on gfx94x, float8_e4m3fn elsewhere.
       order: "LHBNC" (default: keys of all blocks, then values, as the HIP kernels take for granted) or "LBHNC".
@@ -116,12 +132,14 @@ def cache_spec(
       kv_connector: refused: no layout of this backend is block-first.
       arch: "gfx942", ...; None is the default device's.
 
+    Returns:
+      The spec.
+
     Raises:
       ValueError: names the field and the rule that it breaks.
       UnsupportedError: a spec that this backend does not serve.
     """
-    return backend.cache_spec(
-        CAPABILITIES,
+    return BACKEND.spec_of(
         "xpacked_interleaved_v" if interleaved_v else "xpacked",
         order,
         num_blocks=num_blocks,
@@ -137,147 +155,17 @@ def cache_spec(
     )
 
 
-def init_cache(spec: CacheSpec, *, k_scale: Any = 1.0, v_scale: Any = 1.0, sharding: Any = None) -> KVCache:
-    """An empty cache of a spec that this backend serves; see `purepage.init_cache`.
-
-    Raises:
-      UnsupportedError: the spec is another backend's.
-    """
-    return backend.init_cache(CAPABILITIES, spec, k_scale, v_scale, sharding)
-
-
 def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
-    """vLLM's logical shape of one layer's cache, [block, key or value, token, content]; `CacheSpec.shape` has as many elements."""
-    backend.check_block_size(CAPABILITIES, block_size)
-    return (num_blocks, 2, block_size, num_kv_heads * head_size)
-
-
-def get_kv_cache_stride_order(order: str | None = None, *, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-    """Physical order of the axes of `get_kv_cache_shape`, outermost first, the layer before all; `order` None is the preferred one."""
-    return backend.kv_cache_stride_order(CAPABILITIES, order, include_num_layers_dimension)
-
-
-def use_cascade_attention(*_: Any, **__: Any) -> bool:
-    """Never, as in vLLM, whatever the batch is. `purepage.cascade_attention` is there for those who want it."""
-    return CAPABILITIES.cascade
-
-
-def build_for_cudagraph_capture(metadata: AttentionMetadata) -> RocmAttentionMetadata:
-    """Metadata of the same shapes to warm up or record a step with; see `purepage.functional.builder.capture_metadata`."""
-    return capture_metadata(metadata, zero_query_starts=CAPABILITIES.capture_zeroes_query_starts)
-
-
-def forward(
-    query: Float[Array, "T Hq D"],
-    key: Float[Array, "T H D"] | None,
-    value: Float[Array, "T H D"] | None,
-    cache: KVCache | None,
-    metadata: AttentionMetadata | None,
-    config: AttentionConfig,
-    *,
-    layer: Any = 0,
-    q_scale: Any = None,
-    output_scale: Any = None,
-    output_dtype: Any = None,
-    output_block_scale: Any = None,
-    implementation: str | None = None,
-) -> Float[Array, "T Hq D"]:
-    """One layer's attention. Ports the class's `forward`.
+    """Logical shape of one layer's cache as `customize_spec` has it, [block, key or value, token, content].
 
     Args:
-      query: [T, Hq, D], float32, float16 or bfloat16.
-      key, value: [T, H, D], this step's; or both None, which reads everything from the cache. Where they are given and the cache's dtype is
-        another than theirs, the new tokens are attended from them.
-      cache: a cache of `cache_spec`'s layouts. It must hold this step's tokens already (see `kv_cache_update`); never changed.
-        None where the attention type has none.
-      metadata: `AttentionMetadata` or `build`'s; None is a profiling run, which gives zeros.
-      config: the layer. Encoder types attend `key` and `value`, not causal.
-      layer: layer of the cache, an int or a traced i32 scalar. A layer that shares another's cache passes that layer's index.
-      q_scale: f32 scalar that an fp8 query was divided by; this backend takes none but 1.
-      output_scale: f32 scalar: out / output_scale comes back as fp8.
-      output_dtype: default: the query's; with `output_scale` the arch's e4m3.
-      output_block_scale: refused, as in vLLM.
-      implementation: None (best), "xla", "pallas", "triton" or "aiter".
+      num_blocks, block_size, num_kv_heads, head_size: B, N, H and D.
 
     Returns:
-      [T, Hq, D]; rows of padding tokens are 0.
+      As many elements a layer as `CacheSpec.shape` has.
 
     Raises:
-      ValueError, TypeError: a bad argument: its name, what it was, what it must be.
-      UnsupportedError: what `supports` says, or an argument that this backend or the named implementation can't serve.
+      ValueError: no kernel of the backend has the block size.
     """
-    return backend.forward(
-        CAPABILITIES,
-        query,
-        key,
-        value,
-        cache,
-        metadata,
-        config,
-        layer=layer,
-        q_scale=q_scale,
-        output_scale=output_scale,
-        output_dtype=output_dtype,
-        output_block_scale=output_block_scale,
-        implementation=implementation,
-    )
-
-
-def kv_cache_update(
-    key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
-    cache: KVCache,
-    slot_mapping: Int[Array, " T"] | None,
-    config: AttentionConfig,
-    *,
-    layer: Any = 0,
-    implementation: str | None = None,
-) -> KVCache:
-    """Port of `do_kv_cache_update`; see `purepage.update_cache`. The cache as it is for encoder types, and without slots (profiling)."""
-    return backend.kv_cache_update(CAPABILITIES, key, value, cache, slot_mapping, config, layer=layer, implementation=implementation)
-
-
-def rope_and_kv_cache_update(
-    query: Float[Array, "T Hq D"],
-    key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
-    positions: Int[Array, " T"],
-    cos_sin_cache: Float[Array, "P R"],
-    cache: KVCache,
-    slot_mapping: Int[Array, " T"] | None,
-    config: AttentionConfig,
-    *,
-    is_neox: bool = True,
-    layer: Any = 0,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], KVCache]:
-    """Port of `do_rope_and_kv_cache_update`: (query, key, cache). See `purepage.rope_and_update_cache`.
-
-    For encoder types, and without slots (profiling), the arguments come back as they are: nothing is rotated, as in the class.
-    """
-    arguments = (query, key, value, positions, cos_sin_cache, cache, slot_mapping, config)
-    return backend.rope_and_kv_cache_update(CAPABILITIES, *arguments, is_neox=is_neox, layer=layer, implementation=implementation)
-
-
-def qk_norm_rope_and_kv_cache_update(
-    qkv: Float[Array, "T C"],
-    q_weight: Float[Array, " D"],
-    k_weight: Float[Array, " D"],
-    positions: Int[Array, " T"],
-    cos_sin_cache: Float[Array, "P R"],
-    cache: KVCache,
-    slot_mapping: Int[Array, " T"] | None,
-    config: AttentionConfig,
-    *,
-    eps: float = 1e-6,
-    is_neox: bool = True,
-    layer: Any = 0,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], Float[Array, "T H D"], KVCache]:
-    """Port of `do_qk_norm_rope_kvcache_update`: (query, key, value, cache). See `purepage.qk_norm_rope_and_update_cache`.
-
-    For encoder types the parts of `qkv` come back as they are; without slots (profiling) query and key are zeros.
-    """
-    arguments = (qkv, q_weight, k_weight, positions, cos_sin_cache, cache, slot_mapping, config)
-    options = {"eps": eps, "is_neox": is_neox, "layer": layer, "implementation": implementation}
-    return backend.qk_norm_update(CAPABILITIES, *arguments, mrope=None, **options)
+    BACKEND.check_block_size(block_size)
+    return (num_blocks, 2, block_size, num_kv_heads * head_size)

@@ -95,7 +95,8 @@ class OverlaidSource:
     def load(self, items: Items, index: Array, dtype: np.dtype):
         starts = self.dense.query_start_loc
         rows = self.dense.rows(items, index)
-        is_new = (rows >= starts[items.sequence][:, None]) & (rows < starts[items.sequence + 1][:, None])
+        begin, end = starts[items.sequence][:, None], starts[items.sequence + 1][:, None]
+        is_new = (rows >= begin) & (rows < end) & (end - begin > 1)  # a sequence of one query token reads its own token from the cache
         is_new = is_new[:, None, :, None]
         key, value = self.dense.load(items, index, dtype)
         old_key, old_value = self.paged.load(items, index, dtype)

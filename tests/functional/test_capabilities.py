@@ -29,60 +29,22 @@ def spec(backend, **changes):
     return pp.CacheSpec(**{**known, **changes})
 
 
-DECLARED = [
-    # field, ROCM_ATTN, ROCM_AITER_UNIFIED_ATTN: the class's own answers
-    ("name", "ROCM_ATTN", "ROCM_AITER_UNIFIED_ATTN"),
-    ("dtypes", ("float16", "bfloat16", "float32"), ("float16", "bfloat16")),
-    ("kv_cache_dtypes", *2 * (("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),)),
-    ("head_sizes", (32, 64, 80, 96, 128, 160, 192, 224, 256), None),
-    ("min_head_size", 32, 32),
-    ("kernel_block_size_multiple", 16, 16),
-    ("preferred_block_size", None, 64),
-    ("native_block_sizes", (16, 32), ()),
-    ("attn_types", (TYPES.DECODER, TYPES.ENCODER, TYPES.ENCODER_ONLY), tuple(TYPES)),
-    ("layouts", ("LHBNC", "LBHNC"), ("LBHNC", "LHBNC")),
-    ("layouts_with_kv_connector", (), ("LBHNC",)),
-    ("sinks", False, True),
-    ("sliding_window", True, True),
-    ("non_causal", True, False),
-    ("mm_prefix", False, False),
-    ("kv_connector", False, True),
-    ("logits_soft_cap", False, True),
-    ("alibi", True, True),
-    ("alibi_sqrt", False, False),
-    ("per_head_quant_scales", False, False),
-    ("mla", False, False),
-    ("sparse", False, False),
-    ("batch_invariance", False, False),
-    ("cascade", False, False),
-    ("cudagraph", "ALWAYS", "ALWAYS"),
-    ("capture_zeroes_query_starts", True, False),
-    ("forward_includes_kv_cache_update", False, False),
-    ("full_precision_new_tokens", True, False),
-    ("fused_output_quant", *2 * (("kFp8StaticTensorSym",),)),
-    ("fused_rope_kvcache", True, True),
-    ("fused_qk_norm_rope_kvcache", True, True),
-    ("fused_qk_norm_mrope_kvcache", False, True),
-    ("quant_query_input", False, True),
-]
-
-
-@pytest.mark.parametrize(("field", "rocm", "unified"), DECLARED, ids=[row[0] for row in DECLARED])
-def test_fields_are_the_classes_answers(field, rocm, unified):
-    for backend, expected in ((ROCM, rocm), (UNIFIED, unified)):
-        value = getattr(backend.CAPABILITIES, field)
-        assert (tuple(d.name for d in value) if field == "dtypes" else value) == expected
-
-
 @BACKENDS
-def test_capabilities_are_frozen_hashable_and_every_field_is_in_the_table(backend):
-    known = {row[0] for row in DECLARED} | {"contents", "no_quant_query_archs", "extensions"}
+def test_capabilities_are_frozen_and_hashable_and_extensions_name_fields(backend):
     fields = {field.name for field in dataclasses.fields(pp.Capabilities)}
-    assert fields == known
     hash(backend.CAPABILITIES)
     with pytest.raises(dataclasses.FrozenInstanceError):
         backend.CAPABILITIES.sinks = True
-    assert set(backend.CAPABILITIES.beyond) <= fields | {"unused_slots"}
+    names = [name for name, _ in backend.CAPABILITIES.extensions]
+    assert len(names) == len(set(names)) and set(names) <= fields | {"q_scale", "unused_slots"}
+
+
+@BACKENDS
+def test_a_backend_is_one_value_whose_methods_the_module_exports(backend):
+    assert backend.BACKEND.capabilities is backend.CAPABILITIES
+    for name in ("forward", "supports", "init_cache", "kv_cache_update", "rope_and_kv_cache_update", "qk_norm_rope_and_kv_cache_update"):
+        function = getattr(backend, name)
+        assert function == getattr(backend.BACKEND, name) and "Returns:" in function.__doc__ and "self" not in function.__doc__
 
 
 BETTER = [
@@ -103,7 +65,11 @@ BETTER = [
     (UNIFIED, "unused_slots", "NaN"),
     (ROCM, "fused_rope_kvcache", "partial rotary"),
     (UNIFIED, "fused_rope_kvcache", "float16 caches"),
-    (ROCM, "fused_qk_norm_rope_kvcache", "model's dtype"),
+    (ROCM, "kv_cache_dtypes", "readers take for e5m2"),
+    (UNIFIED, "kv_cache_dtypes", "views the cache as e4m3"),
+    (ROCM, "alibi", "encoders refuse alibi"),
+    (UNIFIED, "alibi", "encoders refuse alibi"),
+    (ROCM, "fused_qk_norm_rope_kvcache", "before it was quantized, where the class dequantizes"),
     (UNIFIED, "fused_qk_norm_rope_kvcache", "model's dtype"),
     (ROCM, "sinks", "declared unsupported"),
 ]
@@ -201,6 +167,10 @@ def test_all_reasons_come_at_once(backend):
         (UNIFIED, {"use_sparse": True}, "sparse"),
         (UNIFIED, {"use_batch_invariant": True}, "batch_invariance"),
         (UNIFIED, {"use_per_head_quant_scales": True}, "per_head_quant_scales"),
+        (ROCM, {"use_pcp": True}, "pcp"),
+        (UNIFIED, {"use_dcp": True}, "dcp"),
+        (UNIFIED, {"use_rswa": True}, "rswa"),
+        (ROCM, {"attn_type": "encoder_decoder"}, "attn_type"),
         (UNIFIED, {"block_size": 24}, "block_size"),
         (ROCM, {"head_size": 72}, "head_size"),
         (ROCM, {"attn_type": TYPES.ENCODER_DECODER}, "attn_type"),
@@ -210,7 +180,8 @@ def test_all_reasons_come_at_once(backend):
 )
 def test_vllms_selector_would_pass_over_what_the_class_does_not_declare(backend, asked, words):
     usual = {"head_size": 64, "dtype": jnp.bfloat16}
-    assert backend.CAPABILITIES.validate_configuration(**usual) == ()
+    taken = {"attn_type": "decoder", "has_sliding_window": True, "use_adaptive_verification": True, "device_capability": (9, 4)}
+    assert backend.CAPABILITIES.validate_configuration(**usual, **taken) == ()
     (reason,) = backend.CAPABILITIES.validate_configuration(**{**usual, **asked})
     assert reason.startswith(words)
 
@@ -274,6 +245,17 @@ def test_cache_spec_chooses_layout_block_size_and_dtype(backend, asked, expected
 def test_cache_spec_refuses_by_name(backend, asked, error, words):
     with pytest.raises(error, match=words):
         backend.cache_spec(**{"num_blocks": 3, "num_kv_heads": 2, "head_size": 64, **asked})
+
+
+@BACKENDS
+def test_the_probe_of_one_token_a_block_tells_the_bytes_of_a_token(backend):
+    for name, itemsize in (("auto", 2), ("fp8", 1)):
+        asked = {"num_kv_heads": 2, "head_size": 64, "num_layers": 3, "kv_cache_dtype": name}
+        probe = backend.cache_spec(num_blocks=1, block_size=1, **asked)
+        assert probe.nbytes == 3 * 2 * 2 * 64 * itemsize
+        assert probe.nbytes * 160 == backend.cache_spec(num_blocks=10, block_size=16, **asked).nbytes
+    with pytest.raises(pp.UnsupportedError, match="block_size"):
+        backend.init_cache(probe)
 
 
 def test_init_cache_refuses_the_other_backends_spec():
@@ -346,7 +328,10 @@ GATE = [
     ("gfx942", {"alibi_slopes": np.ones(8)}, True),
     ("gfx1100", {"alibi_slopes": np.ones(8)}, False),
     ("gfx942", {"sinks": np.ones(8)}, False),
-    ("gfx942", {"enabled": False}, False),
+    ("gfx908", {}, True),
+    ("gfx940", {"kv_cache_dtype": "fp8"}, True),
+    ("gfx1250", {"head_size": 64, "block_size": 32, "gqa_ratio": 1}, True),
+    ("gfx1250", {"alibi_slopes": np.ones(8), "kv_cache_dtype": "fp8"}, True),
 ]
 
 
@@ -403,17 +388,14 @@ def test_build_keeps_the_step_and_adds_no_cascade(backend):
     for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
         np.testing.assert_array_equal(getattr(built, name), getattr(metadata, name))
     assert (built.max_query_len, built.max_seq_len, built.causal) == (metadata.max_query_len, metadata.max_seq_len, True)
-    assert not built.use_cascade and built.suffix_kv_lens is None and int(built.num_actual_tokens) == 4
-    assert not backend.use_cascade_attention(4096, [1] * 256, 32, 8, use_alibi=False)
+    assert int(built.num_actual_tokens) == 4 and built.scheduler_metadata is None
 
 
 @BACKENDS
-def test_build_splits_a_common_prefix(backend):
+def test_a_common_prefix_changes_nothing(backend):
     built = jax.jit(lambda metadata: backend.build(16, metadata))(common())
-    assert built.use_cascade and built.common_prefix_len == 16
-    np.testing.assert_array_equal(built.cu_prefix_query_lens, [0, 4])
-    np.testing.assert_array_equal(built.prefix_kv_lens, [16])
-    np.testing.assert_array_equal(built.suffix_kv_lens, [4, 17, -16])
+    for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+        np.testing.assert_array_equal(getattr(built, name), getattr(common(), name))
 
 
 @BACKENDS
@@ -428,6 +410,8 @@ def test_capture_metadata_has_one_token_sequences_and_rocm_attn_no_queries():
     rocm, unified = ROCM.build_for_cudagraph_capture(metadata), UNIFIED.build_for_cudagraph_capture(metadata)
     for built in (rocm, unified):
         np.testing.assert_array_equal(built.seq_lens, [1, 1, 1])
+        np.testing.assert_array_equal(built.slot_mapping, np.full(8, -1))
+        assert int(built.num_actual_tokens) == 4 and int(ROCM.build(0, built).num_actual_tokens) == 4
         assert jax.tree.structure(built) == jax.tree.structure(ROCM.build(0, metadata))
     np.testing.assert_array_equal(rocm.query_start_loc, [0, 0, 0, 0])
     np.testing.assert_array_equal(unified.query_start_loc, metadata.query_start_loc)
@@ -435,8 +419,29 @@ def test_capture_metadata_has_one_token_sequences_and_rocm_attn_no_queries():
 
 
 @BACKENDS
-def test_drafts_are_built_without_a_cascade(backend):
-    assert not backend.build_for_drafting(common(), 2).use_cascade
+def test_drafts_are_built_as_steps(backend):
+    draft, step = backend.build_for_drafting(common(), 2), backend.build(0, common())
+    assert jax.tree.structure(draft) == jax.tree.structure(step)
+
+
+@BACKENDS
+def test_a_warm_up_step_writes_nothing(backend):
+    made = spec(backend, num_blocks=5)
+    cache = backend.init_cache(made)
+    rows = jnp.ones((8, 2, 64), jnp.bfloat16)
+    warm = backend.build_for_cudagraph_capture(common())
+    written = backend.kv_cache_update(rows, rows, cache, warm.slot_mapping, config(), implementation="xla")
+    assert not np.any(np.asarray(written.data))
+
+
+def test_attention_types_are_taken_as_strings():
+    assert config(attn_type="encoder_only").attn_type is TYPES.ENCODER_ONLY
+    assert UNIFIED.supports(config(attn_type="encoder_decoder"), spec(UNIFIED)) == ()
+    assert ROCM.CAPABILITIES.supports_attn_type("decoder") and not ROCM.CAPABILITIES.supports_attn_type("encoder_decoder")
+    with pytest.raises(ValueError, match=r"attn_type.*'decoder', 'encoder', 'encoder_only', 'encoder_decoder'"):
+        config(attn_type="decoders")
+    with pytest.raises(TypeError, match="attn_type"):
+        config(attn_type=1)
 
 
 def test_weights_become_float32_once():

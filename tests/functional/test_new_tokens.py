@@ -1,4 +1,4 @@
-"""This step's tokens at full precision beside a narrower cache: in one pass, and in two parts that are merged, by every implementation."""
+"""New tokens at full precision beside a cache: in one pass, and in parts that are merged, by every implementation."""
 
 import os
 
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from rocm_attn_rule import cache_without_dense_tokens
+from rocm_attn_rule import expected_of_rocm_attn as expected
 
 import purepage as pp
 from purepage.functional import dispatch, new_tokens
@@ -26,7 +28,7 @@ SLOPES = np.array([0.5, 0.25, 0.125, -0.1], np.float32)
 
 @pytest.fixture(params=["xla", "triton"])
 def implementation(request, monkeypatch):
-    """`xla` is made to attend in two parts, as an implementation without a one-pass kernel does."""
+    """`xla` is made to attend in parts, as an implementation without a one-pass kernel does."""
     if request.param == "triton":
         pytest.importorskip("torch")
         pytest.importorskip("triton")
@@ -35,8 +37,8 @@ def implementation(request, monkeypatch):
 
 
 def attend(batch, implementation, **options):
-    """Over a cache whose slots of this step are NaN: the copies in there must not be read."""
-    cache = batch.cache_before(content="xpacked", order="LHBNC")
+    """Over a cache that holds NaN where the dense tokens are stored: the copies in there must not be read."""
+    cache = cache_without_dense_tokens(batch, content="xpacked", order="LHBNC")
 
     @jax.jit
     def call(query, key, value, cache, metadata):
@@ -45,21 +47,17 @@ def attend(batch, implementation, **options):
     return call(batch.query, batch.key, batch.value, cache, batch.metadata)
 
 
-def expected(batch, **options):
-    return batch.reference(step_key=batch.key, step_value=batch.value, **options)[0]
-
-
 ALL = {"sliding_window": 9, "alibi_slopes": SLOPES, "sinks": SINKS, "logits_soft_cap": 3.0}
 CASES = {
-    # batch, options. "mixed" has sequences without context, whose first part sees nothing, and without new tokens.
+    # batch, options. "mixed" has sequences without context, whose first part sees nothing, without new tokens, and of one query token.
     "plain-cap-sinks": ({"padding_seqs": 3, "max_query_len": 20}, {"sinks": SINKS, "logits_soft_cap": 3.0}),
     "window-of-itself": ({"sliding_window": 1}, {"sliding_window": 1}),
     "window-past-every-context": ({}, {"sliding_window": 1000}),
     "alibi": ({}, {"alibi_slopes": SLOPES}),
     "everything": ({"sliding_window": 9, "max_query_len": 20}, ALL),
     "decode-window": ({"kind": "decode", "sliding_window": 7}, {"sliding_window": 7, "sinks": SINKS}),
-    "decode-alibi": ({"kind": "decode"}, {"alibi_slopes": SLOPES}),
     "decode-everything": ({"kind": "decode", "num_seqs": 7, "sliding_window": 9, "max_seq_len": 200}, ALL),
+    "most-of-one-token": ({"num_seqs": 9, "sliding_window": 4, "max_query_len": 2}, {"sliding_window": 4, "alibi_slopes": SLOPES}),
     "chunked-window": ({"kind": "chunked", "sliding_window": 14}, {"sliding_window": 14}),
     "chunked-everything": ({"kind": "chunked", "sliding_window": 9, "max_query_len": 40, "max_seq_len": 120}, ALL),
     "not-causal-window": ({"causal": False}, {"sliding_window": 5, "sinks": SINKS}),
@@ -68,7 +66,7 @@ CASES = {
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES)
-def test_two_parts_equal_the_oracle(case, implementation):
+def test_the_parts_equal_the_oracle(case, implementation):
     made, options = CASES[case]
     batch = random_batch(5, cache_dtype=E4M3, scales="head", **made)
     out = attend(batch, implementation, **options)
@@ -77,7 +75,7 @@ def test_two_parts_equal_the_oracle(case, implementation):
 
 
 @pytest.mark.parametrize("cache_dtype", [E4M3Z, E5M2], ids=str)
-def test_two_parts_of_bfloat16_are_rounded_once_to_fp8(cache_dtype, implementation):
+def test_parts_of_bfloat16_are_rounded_once_to_fp8(cache_dtype, implementation):
     batch = random_batch(6, dtype=BF16, cache_dtype=cache_dtype, scales="layer", sliding_window=9)
     out = attend(batch, implementation, output_scale=0.01, output_dtype=E5M2, **ALL)
     assert_close(out, expected(batch, output_scale=0.01, output_dtype=E5M2, **ALL), dtype=E5M2, compute_dtype=BF16)
@@ -89,6 +87,7 @@ def test_a_sequence_shorter_than_its_queries_leaves_out_the_first(parts, monkeyp
     if parts == 2:
         monkeypatch.setattr(new_tokens, "ONE_PASS", "no_such_operation")
     batch = random_batch(7, kind="prefill", cache_dtype=E4M3)
+    assert batch.query_lens[:5].min() > 1
     shorter = batch.seq_lens - np.array([2, 0, batch.seq_lens[2], 1, 0, 0])
     out = np.asarray(attend(replace(batch, metadata=replace(batch.metadata, seq_lens=jnp.asarray(shorter, jnp.int32))), "xla"))
     starts = np.asarray(batch.metadata.query_start_loc)
@@ -115,6 +114,22 @@ def test_the_context_alone_is_attention_over_shorter_sequences(kind, implementat
     assert kind == "decode" or np.isneginf(np.asarray(lse)[: batch.num_tokens]).any()
 
 
+def test_a_step_of_one_query_token_a_sequence_is_one_pass_over_the_cache():
+    """No scratch cache and no merge: the traced program is that of `paged_attention`."""
+    batch = random_batch(9, kind="decode", cache_dtype=E4M3)
+    arrays = [jnp.asarray(side) for side in (batch.query, batch.key, batch.value)]
+    cache = batch.cache(content="xpacked", order="LHBNC")
+
+    def step(query, key, value, cache, metadata):
+        return attention_with_new_tokens(query, key, value, cache, metadata, implementation="xla")
+
+    def plain(query, key, value, cache, metadata):
+        return pp.paged_attention(query, cache, metadata, implementation="xla")
+
+    programs = [str(jax.make_jaxpr(f)(*arrays, cache, batch.metadata)) for f in (step, plain)]
+    assert programs[0] == programs[1]
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("option", [{"sliding_window": 128}, {"alibi_slopes": [0.1] * 32}, {}], ids=lambda o: next(iter(o), "plain"))
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_90"])
@@ -126,7 +141,8 @@ def test_triton_serves_every_part_beside_an_fp8_cache(arch, option):
     ints = [jax.ShapeDtypeStruct(sizes, jnp.int32) for sizes in ((5,), (4,), (4, 8), (40,))]
     query, key = (jax.ShapeDtypeStruct((40, heads, 128), jnp.bfloat16) for heads in (32, 8))
     found = pp.explain(pp.rocm_attn.forward, query, key, key, spec, pp.AttentionMetadata(*ints, max_query_len=32), config, arch=arch)
-    operations = ["paged_attention", "update_cache", "paged_attention", "merge_attention_states"]
+    attend, merge = "paged_attention", "merge_attention_states"
+    operations = [attend, "update_cache", attend, attend, merge, merge]
     assert [(c.operation, c.implementation) for c in found.choices] == [(name, "triton") for name in operations]
 
 
