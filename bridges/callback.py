@@ -24,7 +24,7 @@ from jaxtyping import Array
 
 from ..functional.errors import UnsupportedError, bad_value, describe
 from ..functional.target import Target, current_target
-from ..kernels.launch import Buffer, Program
+from ..kernels.launch import Program
 from . import launcher
 
 _CPU = 1  # kDLCPU; see dlpack.py for the others
@@ -57,7 +57,7 @@ def run_program(
     buffers = [*dict(program.outputs).values(), *map(given.__getitem__, program.updates), *dict(program.scratch).values()]
     aliases = {names.index(name): len(program.outputs) + i for i, name in enumerate(program.updates)}
     recorded = target.settings.command_buffer if command_buffer is None else command_buffer
-    out = _call(_ProgramBody(program), inputs, list(map(_struct, buffers)), aliases, recorded)
+    out = _call(_ProgramBody(program), inputs, [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers], aliases, recorded)
     return out[: len(program.outputs) + len(program.updates)]
 
 
@@ -132,10 +132,6 @@ def _is_sharded(array: Array) -> bool:
         spec = tuple(jax.typeof(array).sharding.spec)
         return spec.count(None) != len(spec)
     return not getattr(array, "is_fully_replicated", True)
-
-
-def _struct(buffer: Buffer) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(buffer.shape, jnp.dtype(buffer.dtype))
 
 
 @cache

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -107,30 +107,30 @@ class CacheSpec:
             bad_value("text", text, f"a JSON object with the fields of CacheSpec: {', '.join(known)}")
         return cls(**found)
 
-    @property
+    @cached_property
     def vector(self) -> int:
         """x: elements of the cache's dtype in 16 bytes."""
         return 16 // self.dtype.itemsize
 
-    @property
+    @cached_property
     def extents(self) -> Extents:
         return Extents(self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size, self.vector)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes of `shape`."""
         return physical_axes(self.content, self.order)
 
-    @property
+    @cached_property
     def side_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return side_axes(self.content, self.order)
 
-    @property
+    @cached_property
     def side_strides(self) -> tuple[SideStrides, SideStrides]:
         """Element strides of (key, value) for kernels."""
         return side_strides(self.content, self.order, self.extents)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Physical shape of the one buffer."""
         return self.extents.shape(self.axes)
@@ -144,12 +144,12 @@ class CacheSpec:
         """Bytes of the buffer, all layers together."""
         return self.size * self.dtype.itemsize
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         """Token slots of one layer: num_blocks * block_size."""
         return self.num_blocks * self.block_size
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         return self.dtype in FP8_DTYPES
 

@@ -23,7 +23,7 @@ def _cache_features(cache: KVCache, *dtypes: np.dtype) -> Iterator[str]:
             yield "scales_per_head"
         if cache.k_scale.ndim != cache.v_scale.ndim:
             yield "mixed_scale_ranks"
-    elif any(dtype != cache.spec.dtype and dtype.itemsize > 1 for dtype in dtypes):
+    elif {dtype for dtype in dtypes if dtype.itemsize > 1} - {cache.spec.dtype}:
         yield "mixed_dtypes"
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ...functional.cache import CacheSpec
@@ -59,21 +60,21 @@ class PagedAttentionShape:
     return_lse: bool = False
     context_only: bool = False
 
-    @property
+    @cached_property
     def group(self) -> int:
         return self.num_heads // self.cache.num_kv_heads
 
-    @property
+    @cached_property
     def head_pad(self) -> int:
         return max(16, next_power_of_two(self.cache.head_size))
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Most keys of a sequence."""
         width = self.table_width * self.cache.block_size
         return width if self.max_seq_len is None else min(width, self.max_seq_len)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> str:
         """Dtype of the matrix products: the narrowest that holds both operands exactly.
 
@@ -88,7 +89,7 @@ class PagedAttentionShape:
             return key
         return "float32"
 
-    @property
+    @cached_property
     def row_factor(self) -> bool:
         return self.compute_dtype == "float16" and self.query_dtype == "bfloat16"
 
@@ -348,7 +349,7 @@ def _spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig | DecodeCon
 
 
 def _args(names: dict[str, Buffer], wanted: str, *others: int | Descriptor | None) -> tuple[Any, ...]:
-    return (*(name if name in names else None for name in wanted.split()), *others)
+    return (*[name if name in names else None for name in wanted.split()], *others)
 
 
 def _prefill_spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig, split_tokens: int) -> AttentionSpec:
