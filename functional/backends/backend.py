@@ -38,7 +38,7 @@ def device_arch() -> str | None:
     return current_target().amd_arch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Backend:
     """One of vLLM's backends: what it declares, and the methods of its class as pure functions.
 
@@ -47,6 +47,9 @@ class Backend:
     """
 
     capabilities: Capabilities
+
+    def __repr__(self) -> str:
+        return f"Backend({self.capabilities.name})"
 
     def supports(self, config: AttentionConfig, spec: CacheSpec | None) -> tuple[str, ...]:
         """Why this backend refuses a layer over a cache.

@@ -10,7 +10,7 @@ import pytest
 from rocm_attn_rule import expected_of_rocm_attn
 
 import purepage as pp
-from purepage.testing import assert_close, random_batch, reference_encoder_attention
+from purepage.testing import assert_close, random_batch, reference_attention, reference_encoder_attention
 
 ROCM, UNIFIED = pp.rocm_attn, pp.rocm_aiter_unified_attn
 BACKENDS = pytest.mark.parametrize("backend", [ROCM, UNIFIED], ids=lambda b: b.CAPABILITIES.name)
@@ -400,6 +400,29 @@ def test_fp8_keys_of_another_kind_than_the_caches_are_refused(backend):
 
 def test_the_fused_mrope_writer_is_the_unified_backends_alone():
     assert UNIFIED.CAPABILITIES.fused_qk_norm_mrope_kvcache and not hasattr(ROCM, "qk_norm_mrope_and_kv_cache_update")
+
+
+def test_cross_attention_writes_the_encoders_tokens_once_and_attends_them_all():
+    rng, made = np.random.default_rng(23), config(attn_type="encoder_decoder")
+    spec = UNIFIED.cache_spec(num_blocks=5, num_kv_heads=2, head_size=32, block_size=16, dtype=jnp.float32)
+    lens, table = np.array([20, 5]), np.array([[3, 1], [4, -1]])
+    keys, values = rng.standard_normal((2, 25, 2, 32)).astype(np.float32)
+    stored = np.zeros((2, 5, 16, 2, 32), np.float32)
+    row = 0
+    for sequence, length in enumerate(lens):
+        for place in range(length):
+            stored[:, table[sequence, place // 16], place % 16] = keys[row], values[row]
+            row += 1
+    first = pp.cross_metadata([3, 1], lens, table, block_size=16, write=True)
+    cache = UNIFIED.kv_cache_update(keys, values, UNIFIED.init_cache(spec), first.slot_mapping, made, implementation="xla")
+    np.testing.assert_array_equal(np.stack(pp.cache_to_logical(cache)), stored)
+    later = pp.cross_metadata([1, 2], lens, table, block_size=16, write=False)
+    assert UNIFIED.kv_cache_update(keys[:0], values[:0], cache, later.slot_mapping, made, implementation="xla").spec == spec
+    for metadata, given in ((first, (keys, values)), (later, (None, None))):
+        starts = np.asarray(metadata.query_start_loc)
+        query = rng.standard_normal((starts[-1], 4, 32)).astype(np.float32)
+        out = UNIFIED.forward(jnp.asarray(query), *given, cache, metadata, made, implementation="xla")
+        assert_close(out, reference_attention(query, *stored, starts, lens, table, causal=False)[0], dtype=F32)
 
 
 def test_a_step_is_write_then_attend_in_one_jit():

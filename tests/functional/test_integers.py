@@ -129,9 +129,7 @@ def test_ids_of_every_width_name_the_same_blocks(dtype):
     assert blocks_of(pp.copy_blocks(numbered_cache(), ids, np.array([1, 3, 5], dtype)))[:6].tolist() == [1, 5, 3, 1, 5, 3]
 
 
-@pytest.mark.parametrize(
-    "ids", [[1.5, 2.5], [True, False], None, "12", [None], [[1], [2, 3]], 1j, [1 + 0j], np.zeros(2), {1}], ids=repr
-)
+@pytest.mark.parametrize("ids", [[1.5, 2.5], [True, False], None, "12", [None], [[1], [2, 3]], 1j, [1 + 0j], np.zeros(2), {1}], ids=repr)
 def test_what_is_no_list_of_integers_is_refused_by_name(ids):
     with pytest.raises((TypeError, ValueError), match="block_ids"):
         pp.gather_blocks(numbered_cache(), ids)
