@@ -7,7 +7,7 @@ deadlocks).
 
 `vmap` runs a body once for each entry of the batch, one after another. Over sharded arrays, wrap the call in `jax.shard_map`: XLA does
 not know how to split a body. Arrays that are seen to be sharded are refused; where the compiler shards by itself (`AxisType.Auto` under
-`jit`) nobody sees it, the result is right, and the arguments are gathered first.
+`jit`) that can't be detected here: XLA gathers the arguments first, and the result is right.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -83,7 +83,7 @@ def run_program(program: Program, arrays: Mapping[str, Array], target: Target | 
     Scratch and outputs start uninitialised: the first launch that names one among its `writes` creates it, later ones update it in place.
 
     Raises:
-      ValueError: an array is missing, or of another shape or dtype than the plan's; a launch reads what nobody wrote.
+      ValueError: an array is missing, or of another shape or dtype than the plan's; a launch reads a buffer that no launch wrote.
     """
     target = current_target() if target is None else target
     names = [name for name, _ in program.inputs]

@@ -23,7 +23,7 @@ from ..fp8 import e4m3_dtype, kv_cache_dtype, quantize
 from ..fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
 from ..metadata import AttentionMetadata, check_metadata
 from ..new_tokens import attention_with_new_tokens
-from ..target import current_target
+from ..target import current_target, named_target
 from .capabilities import ENCODERS, Capabilities
 from .metadata_builder import RocmAttentionMetadata, capture_metadata, plain_metadata
 
@@ -362,7 +362,7 @@ class Backend:
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             num_layers=num_layers,
-            dtype=kv_cache_dtype(kv_cache_dtype_name, model_dtype=dtype, arch=device_arch() if arch is None else arch),
+            dtype=kv_cache_dtype(kv_cache_dtype_name, model_dtype=dtype, arch=device_arch() if arch is None else named_target(arch).arch),
             content=content,
             order=order,
         )

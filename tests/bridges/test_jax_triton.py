@@ -131,7 +131,7 @@ def test_options_reach_the_vendor_that_has_them_where_the_release_can_pass_them(
 
 
 @interpreted
-def test_a_launch_that_reads_what_nobody_wrote_is_refused(fake):
+def test_a_launch_that_reads_what_no_launch_wrote_is_refused(fake):
     program = kernels.total_program(6, 10)
     backwards = Program(program.name, program.inputs, program.outputs, (), program.scratch, program.launches[::-1])
     with pytest.raises(ValueError, match=r"total: bridge_kernels:total_kernel reads sums, which no launch before it wrote"):

@@ -314,6 +314,15 @@ def test_a_trace_plans_once_and_takes_few_calls(implementation):
         assert counted["kernels/plans/attention.py", "plan_paged_attention"] == (plans if served == "triton" else 0)
 
 
+@pytest.mark.parametrize("backend", [pp.rocm_attn, pp.rocm_aiter_unified_attn], ids=["rocm_attn", "rocm_aiter_unified_attn"])
+def test_the_arch_of_a_cache_is_one_of_a_closed_set(backend):
+    sizes = {"num_blocks": 4, "num_kv_heads": 2, "head_size": 64, "kv_cache_dtype": "fp8"}
+    assert backend.cache_spec(**sizes, arch="MI300X") == backend.cache_spec(**sizes, arch="gfx942")
+    assert backend.cache_spec(**sizes, arch="MI300X").dtype != backend.cache_spec(**sizes, arch="MI355X").dtype
+    with pytest.raises(ValueError, match=r"arch is 'banana': it must be one of .*gfx942"):
+        backend.cache_spec(**sizes, arch="banana")
+
+
 def test_plans_of_one_shape_are_one_plan():
     target = named_target("gfx942")
     first, again = (plan_with("triton", "paged_attention", attention(), target, explicit=True) for _ in range(2))
