@@ -1,6 +1,6 @@
 """For people who test an attention kernel, ours or their own.
 
-    batch = random_batch(seed=0, dtype=ml_dtypes.bfloat16)  # ragged, shuffled, NaN where nobody may look
+    batch = random_batch(seed=0, dtype=ml_dtypes.bfloat16)  # ragged, shuffled, NaN where no query looks
     out, lse = batch.reference(sliding_window=8)               # float64, token by token
     mine = my_kernel(batch.query, batch.cache(content="flash"), batch.metadata, ...)
     assert_close(mine, out, dtype=ml_dtypes.bfloat16, what="my kernel")
@@ -8,13 +8,15 @@
 The oracle takes plain NumPy arrays and logical caches `[B, N, H, D]`, and shares no code with the library.
 """
 
-from .batches import KINDS, Batch, random_batch
+from .batches import BIASES, KINDS, SCALES, Batch, random_batch
 from .reference_attention import reference_attention, reference_encoder_attention, reference_merge, round_to, to_float64
 from .reference_cache import mrope_rows, quantize, reference_address, reference_qk_norm_rope, reference_rope, reference_update_cache
 from .tolerances import TOLERANCES, Tolerance, assert_close, tolerance
 
 __all__ = [
+    "BIASES",
     "KINDS",
+    "SCALES",
     "TOLERANCES",
     "Batch",
     "Tolerance",

@@ -123,6 +123,77 @@ def test_keys_outside_every_window_can_be_nan(kind):
     assert np.isnan(blanked.reference(sliding_window=7)[0]).any()
 
 
+MASKS = {
+    "window": {"sliding_window": 6},
+    "key range": {"key_range": True},
+    "shared bias": {"qq_bias": "shared"},
+    "bias of each sequence": {"qq_bias": "each"},
+    "all of them": {"sliding_window": 20, "key_range": True, "qq_bias": "each"},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["mixed", "chunked", "cross"])
+def test_what_every_source_of_a_mask_hides_is_nan_and_reaches_no_result(kind, mask):
+    plain, blanked = (random_batch(5, kind=kind, num_seqs=9, **options) for options in ({}, MASKS[mask]))
+    assert set(blanked.masks) == {"sliding_window", "key_range", "qq_bias"} & set(MASKS[mask])
+    assert np.isnan(blanked.key_cache).sum() > np.isnan(plain.key_cache).sum()
+    out, lse = blanked.reference(**blanked.masks)
+    assert np.isfinite(out).all() and not np.isnan(lse).any()
+    for mine, expected in zip((out, lse), plain.reference(**blanked.masks), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    assert np.isnan(blanked.reference()[0]).any()
+
+
+def test_a_writer_still_makes_the_cache_of_a_batch_with_hidden_new_tokens():
+    batch = random_batch(5, kind="chunked", qq_bias="each")
+    before = cache_to_logical(batch.cache_before(), 0)
+    after = reference_update_cache(*before, batch.key, batch.value, batch.metadata.slot_mapping)
+    for mine, side in zip(after, (batch.key_cache, batch.value_cache), strict=True):
+        np.testing.assert_array_equal(mine, side[0])
+
+
+def test_a_poisoned_newest_key_reaches_the_last_row_of_its_sequence_alone():
+    plain, poisoned = (random_batch(4, kind="chunked", poison_newest=poison) for poison in (False, True))
+    out, expected = poisoned.reference()[0], plain.reference()[0]
+    last = np.asarray(plain.metadata.query_start_loc)[1:][plain.query_lens > 1] - 1
+    assert len(last) == 5 and np.isnan(out[last]).all()
+    others = np.delete(np.arange(len(out)), last)
+    np.testing.assert_array_equal(out[others], expected[others])
+
+
+def test_lengths_can_be_asked_for():
+    batch = random_batch(0, seq_lens=[1, 16])
+    assert batch.query_lens.tolist() == batch.seq_lens.tolist() == [1, 16, 0]
+    batch = random_batch(0, kind="decode", seq_lens=[1, 16], padding_seqs=0)
+    assert batch.query_lens.tolist() == [1, 1] and batch.metadata.max_query_len == 1
+    batch = random_batch(0, query_lens=[5, 1, 0, 3], seq_lens=[2, 1, 70, 3], max_query_len=8, max_seq_len=128)
+    assert batch.query_lens.tolist() == [5, 1, 0, 3, 0] and batch.seq_lens.tolist() == [2, 1, 70, 3, 0]
+    assert (batch.metadata.max_query_len, batch.metadata.max_seq_len) == (8, 128)
+    out, lse = batch.reference()
+    assert np.all(out[:3] == 0) and np.all(lse[:3] == -np.inf) and np.all(lse[3:9] > -np.inf)  # more queries than keys
+    assert np.asarray(batch.metadata.slot_mapping)[:3].tolist() == [-1] * 3
+    assert random_batch(0, query_lens=[4, 2]).seq_lens.tolist() == [4, 2, 0]
+    assert random_batch(0, kind="cross", query_lens=[4, 2], seq_lens=[0, 33]).reference()[1].shape[0] >= 6
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kind": "decoding"}, "kind.*decoding.*'mixed', 'decode', 'prefill', 'chunked', 'cross'"),
+        ({"scales": "token"}, "scales.*token.*'one', 'layer', 'head'"),
+        ({"qq_bias": "tree"}, "qq_bias.*tree.*None, 'shared', 'each'"),
+        ({"query_lens": [1], "seq_lens": [1, 2]}, "query_lens"),
+        ({"seq_lens": [1, -2]}, "seq_lens"),
+        ({"seq_lens": [1, 9], "max_seq_len": 8}, "seq_lens.*at most 8"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_option_outside_its_set_is_refused_with_the_set(options, says):
+    with pytest.raises(ValueError, match=says):
+        random_batch(0, **options)
+
+
 @pytest.mark.parametrize("scales", ["one", "layer", "head"])
 @pytest.mark.parametrize("cache_dtype", FP8, ids=name_of)
 def test_fp8_caches_hold_what_the_writer_stores(cache_dtype, scales):
