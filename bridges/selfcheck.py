@@ -1,4 +1,4 @@
-"""Every installed implementation against the float64 oracle, on the device that JAX computes on: NaN wherever nobody may look.
+"""Every installed implementation against the float64 oracle, on the device that JAX computes on: NaN in every slot that no query sees.
 
 The grid is small on purpose: a kernel is trusted on a machine where it gets all of this right. `python -m purepage.selfcheck` prints the
 table.
@@ -167,15 +167,33 @@ def check(
     only: str = "",
     write: Callable[[str], Any] = print,
 ) -> int:
-    """Prints the table as it grows, of the cases with `only` in their name; returns 1 where a result was wrong or none right, else 0."""
+    """Prints the table as it grows, and after each implementation its refusals, a line for each reason.
+
+    Args:
+      implementations: names, checked in this order.
+      grid: the cases; default `cases` of this machine's architecture.
+      only: leaves out cases without this text in their name.
+      write: prints one line.
+
+    Returns:
+      The exit status: 1 where a result was wrong or none was right, else 0.
+    """
     target = current_target()
     device = jax.local_devices()[0]
     write(f"purepage self-check on {device.platform} {device.device_kind}, {target.arch}, jax {jax.__version__}")
     found = []
     grid = [case for case in (cases(target) if grid is None else grid) if only in case.name]
-    for result in outcomes(grid, implementations):
-        write(f"{result.implementation:7} {result.verdict:8} {result.case:46} {result.detail[:300]}".rstrip())
-        found.append(result)
+    for implementation in implementations:
+        refused: dict[str, list[str]] = {}
+        for result in outcomes(grid, [implementation]):
+            found.append(result)
+            if result.verdict == REFUSED:
+                refused.setdefault(result.detail, []).append(result.case)
+            else:
+                write(f"{implementation:7} {result.verdict:8} {result.case:46} {result.detail[:300]}".rstrip())
+        for reason, names in refused.items():
+            shown = names[0] if len(names) == 1 else f"{len(names)} cases, the first {names[0]}"
+            write(f"{implementation:7} {REFUSED:8} {shown:46} {reason[:300]}".rstrip())
     counts = {verdict: sum(result.verdict == verdict for result in found) for verdict in (PASSED, FAILED, REFUSED)}
     write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return int(counts[FAILED] > 0 or counts[PASSED] == 0)

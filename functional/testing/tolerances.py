@@ -12,6 +12,9 @@ import numpy as np
 class Tolerance:
     """An element may differ by `ulp * |expected| + row * max|expected row| + floor`; a row is the last axis (the channels of one head).
 
+    Where the log-sum-exp of the rows is known, `row` grows by the error that "lse" allows it: a score in float32 has an absolute error in
+    proportion to its size, which is the relative error of its key's weight.
+
     Attributes:
       ulp: spacing of the result's dtype, relative: one code, so that a tie may fall either way.
       row: error of the arithmetic before the last rounding. It follows the size of the terms, not of their sum, hence the row: sums cancel.
@@ -74,6 +77,7 @@ def assert_close(
     dtype: Any,
     what: str = "",
     compute_dtype: Any = None,
+    lse: Any = None,
     equal_nan: bool = False,
 ) -> None:
     """Asserts that `actual` is `expected` within the one tolerance of its dtype.
@@ -84,6 +88,8 @@ def assert_close(
       dtype: the result's dtype, or "lse".
       what: names the comparison in the message.
       compute_dtype: see `tolerance`.
+      lse: the oracle's log-sum-exp, of the shape of `expected` without its last axis: scores of hundreds allow the output the error that
+        float32 scores have. By default scores are taken to be small.
       equal_nan: NaN passes where both sides have it. By default no NaN passes, not even an expected one.
 
     Raises:
@@ -104,7 +110,7 @@ def assert_close(
     found, wanted = found.astype(np.float64), wanted.astype(np.float64)
     magnitude = np.where(np.isfinite(wanted), np.abs(wanted), 0.0)
     row = np.max(magnitude, axis=-1, keepdims=True) if wanted.ndim else magnitude
-    bound = bounds.ulp * magnitude + bounds.row * row + bounds.floor
+    bound = bounds.ulp * magnitude + (bounds.row + _score_error(lse)) * row + bounds.floor
     finite = np.isfinite(found) & np.isfinite(wanted)
     error = np.where(finite, np.abs(np.where(finite, found, 0.0) - np.where(finite, wanted, 0.0)), np.inf)
     error[~finite & (found == wanted)] = 0.0
@@ -123,3 +129,11 @@ def assert_close(
     others = [tuple(map(int, index)) for index in np.argwhere(bad)[:4]]
     lines.append("first: " + "; ".join(f"{index} {found[index]:.6g} for {wanted[index]:.6g}" for index in others))
     raise AssertionError("\n  ".join(lines))
+
+
+def _score_error(lse: Any) -> np.ndarray | float:
+    """The relative error of softmax weights whose scores are as large as `lse`, for each row; 0 for small scores."""
+    if lse is None:
+        return 0.0
+    size = np.abs(np.asarray(lse, np.float64))[..., None]
+    return TOLERANCES["lse"].ulp * np.where(np.isfinite(size), size, 0.0)

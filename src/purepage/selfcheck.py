@@ -1,7 +1,7 @@
 """`python -m purepage.selfcheck`: is every installed implementation right on this machine?
 
-Prints one line a check: passed, failed, or refused with the reason. Exits with 1 where a result is wrong. Give names of
-implementations to check these only.
+Prints a line for each check that passed or failed, and for each reason of a refusal a line with the number of checks that it refused.
+Exits with 1 where a result is wrong. Give names of implementations to check these only.
 """
 
 import argparse

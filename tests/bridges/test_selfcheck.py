@@ -75,6 +75,15 @@ def test_a_refusal_is_no_failure_and_says_why(implementation):
     assert (result.verdict, result.detail) == (selfcheck.REFUSED, "does no rotation")
 
 
+def test_each_reason_of_a_refusal_is_one_line_with_the_number_of_its_cases(implementation):
+    implementation()
+    lines, names = [], ("rope and write", "rope and write, xpacked", "rope and write, float16")
+    selfcheck.check(implementations=["pallas"], grid=grid(*names), write=lines.append)
+    refused = [line for line in lines if "does no rotation" in line]
+    assert len(refused) == 1 and "3 cases, the first rope and write" in refused[0] and len(lines) == 3
+    assert lines[-1] == "0 passed, 0 failed, 3 refused"
+
+
 def test_a_machine_where_nothing_passes_is_not_fine(implementation):
     implementation()
     assert selfcheck.check(implementations=["pallas"], grid=grid("rope and write"), write=lambda line: None) == 1

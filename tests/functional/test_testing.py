@@ -230,7 +230,7 @@ def rounded(batch, dtype, out):
     return round_to(out, dtype, saturate=dtype.itemsize == 1)
 
 
-def low_precision_attention(batch, dtype, *, window, output_dtype):
+def low_precision_attention(batch, dtype, *, window, output_dtype, scale=None):
     """What a tiled kernel computes: float32 scores, softmax weights rounded to the matrix unit's `dtype`, float32 sums."""
     table, starts = np.asarray(batch.metadata.block_table), np.asarray(batch.metadata.query_start_loc)
     out = np.zeros(batch.query.shape, np.float32)
@@ -243,7 +243,9 @@ def low_precision_attention(batch, dtype, *, window, output_dtype):
         for i in range(q_len):
             p = n - q_len + i
             keep = (k <= p) & (p - k < window)
-            scores = np.einsum("hd,khd->hk", batch.query[starts[s] + i].astype(np.float32), keys[keep]) * np.float32(keys.shape[-1] ** -0.5)
+            scores = np.einsum("hd,khd->hk", batch.query[starts[s] + i].astype(np.float32), keys[keep]) * np.float32(
+                keys.shape[-1] ** -0.5 if scale is None else scale
+            )
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             out[starts[s] + i] = np.einsum("hk,khd->hd", weights.astype(dtype).astype(np.float32), values[keep]) / weights.sum(-1)[:, None]
     return round_to(out, output_dtype)
@@ -259,6 +261,47 @@ def test_honest_arithmetic_passes(dtype, seed):
     codes, _ = batch.reference(sliding_window=40, output_scale=0.01)
     honest = low_precision_attention(batch, dtype, window=40, output_dtype=np.float32) / np.float32(0.01)
     assert_close(round_to(honest, e4m3fn, saturate=True), codes, dtype=e4m3fn)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, 64.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_honest_arithmetic_passes_whatever_the_size_of_the_scores(seed, scale):
+    batch = random_batch(seed, kind="chunked", head_size=240)
+    expected, lse = batch.reference(sliding_window=40, scale=scale)
+    assert np.abs(lse[np.isfinite(lse)]).max() > 30 * scale
+    honest = low_precision_attention(batch, np.float32, window=40, output_dtype=np.float32, scale=scale)
+    assert_close(honest, expected, dtype=np.float32, lse=lse)
+    if scale == 8:
+        with pytest.raises(AssertionError):
+            assert_close(honest, expected, dtype=np.float32)
+
+
+LARGE_SCORES = {
+    "window one too wide": {"sliding_window": 33},
+    "window one too narrow": {"sliding_window": 31},
+    "scale off by a thousandth": {"scale": 1.001},
+    "soft cap far above the scores": {"logits_soft_cap": 300.0},
+    "slope of a thousandth": {"alibi_slopes": [0.0, 0.0, 0.0, 1e-3]},
+    "not causal": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("mistake", LARGE_SCORES)
+def test_no_mistake_passes_for_the_size_of_its_scores(mistake):
+    batch = random_batch(3, kind="chunked", head_size=240)
+    expected, lse = batch.reference(sliding_window=32, scale=1.0)
+    wrong, _ = batch.reference(**{"sliding_window": 32, "scale": 1.0, **LARGE_SCORES[mistake]})
+    with pytest.raises(AssertionError, match="of float32"):
+        assert_close(wrong.astype(np.float32), expected, dtype=np.float32, lse=lse)
+
+
+def test_a_row_of_small_scores_gets_no_more_beside_one_of_large_scores():
+    right = np.ones((2, 1, 4))
+    wrong = (right + 1e-4).astype(np.float32)
+    wrong[0] = 1
+    assert_close(wrong, right, dtype=np.float32, lse=np.array([[0.0], [100.0]]))
+    with pytest.raises(AssertionError, match="4 of 8"):
+        assert_close(wrong, right, dtype=np.float32, lse=np.array([[100.0], [-np.inf]]))
 
 
 @pytest.mark.parametrize("dtype", FP8, ids=name_of)
