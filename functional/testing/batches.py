@@ -122,7 +122,7 @@ def _prefill(rng: np.random.Generator, most_new: int, most: int) -> tuple[int, i
 
 
 def _chunk(rng: np.random.Generator, most_new: int, most: int) -> tuple[int, int]:
-    new = int(rng.integers(min(2, most_new), min(most_new, most - 1) + 1))
+    new = int(rng.integers(min(2, most_new, most - 1), min(most_new, most - 1) + 1))
     return new, int(rng.integers(new + 1, most + 1))
 
 
@@ -276,9 +276,9 @@ def random_batch(
     used = np.zeros((num_blocks, N), bool)
     for s, (q, n) in enumerate(zip(queries, lengths, strict=True)):
         rows = slice(starts[s], starts[s + 1])
-        seen = _seen(
-            int(q), int(n), causal, sliding_window, None if ranges is None else ranges[:, rows], bias if qq_bias != "each" else bias[s]
-        )
+        row_ranges = None if ranges is None else ranges[:, rows]
+        table_bias = bias[s] if bias is not None and bias.ndim == 3 else bias
+        seen = _seen(int(q), int(n), causal, sliding_window, row_ranges, table_bias)
         k = np.flatnonzero(seen.any(0)) if q else np.arange(n)
         if poison_newest and q > 1:
             k = k[k != n - 1]
@@ -346,19 +346,17 @@ def _exact_lengths(
     kind: str, query_lens: Sequence[int] | None, seq_lens: Sequence[int] | None, most_query: int | None, most_seq: int | None, common: int
 ) -> tuple[list[tuple[int, int]], int, int]:
     """Pairs of lengths as they were given, and the maxima of the metadata."""
-    if seq_lens is None:
-        seq_lens = query_lens
-    if query_lens is None:
-        query_lens = [min(1, n) for n in seq_lens] if kind == "decode" else seq_lens
-    if len(query_lens) != len(seq_lens):
-        bad_value("query_lens", list(query_lens), f"as long as seq_lens, which has {len(seq_lens)}")
-    for name, lens, most, least in (("seq_lens", seq_lens, most_seq, common), ("query_lens", query_lens, most_query, 0)):
+    lengths = list(seq_lens if seq_lens is not None else query_lens or ())
+    queries = list(query_lens) if query_lens is not None else [min(1, n) for n in lengths] if kind == "decode" else lengths
+    if len(queries) != len(lengths):
+        bad_value("query_lens", queries, f"as long as seq_lens, which has {len(lengths)}")
+    for name, lens, most, least in (("seq_lens", lengths, most_seq, common), ("query_lens", queries, most_query, 0)):
         if any(n < least for n in lens):
-            bad_value(name, list(lens), f"at least {least} each")
+            bad_value(name, lens, f"at least {least} each")
         if most is not None and max(lens, default=0) > most:
-            bad_value(name, list(lens), f"at most {most} each, the maximum that is given")
-    pairs = [(int(q), int(n)) for q, n in zip(query_lens, seq_lens, strict=True)]
-    longest_query, longest = (max(lens, default=1) for lens in (query_lens, seq_lens))
+            bad_value(name, lens, f"at most {most} each, the maximum that is given")
+    pairs = [(int(q), int(n)) for q, n in zip(queries, lengths, strict=True)]
+    longest_query, longest = (max(lens, default=1) for lens in (queries, lengths))
     return pairs, max(1, longest_query) if most_query is None else most_query, max(1, longest) if most_seq is None else most_seq
 
 
