@@ -14,6 +14,7 @@ from ..cache import CacheSpec
 from ..config import AttentionConfig, AttentionType, check_attention_type
 from ..errors import bad_type
 from ..fp8 import KV_CACHE_DTYPES
+from .hip_gates import arch_name
 
 KV_CACHE_DTYPE_NAMES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """What both vLLM classes advertise. The port also takes any cache dtype by its own name, such as "float8_e4m3fnuz"."""
@@ -154,8 +155,8 @@ class Capabilities:
         return quant_key in self.fused_output_quant
 
     def supports_quant_query_input(self, arch: str | None) -> bool:
-        """Whether vLLM hands this backend fp8 queries where the cache is fp8, on "gfx942", "gfx1100", ..."""
-        return self.quant_query_input and not (arch or "").startswith(self.no_quant_query_archs)
+        """Whether vLLM hands this backend fp8 queries where the cache is fp8, on "gfx942", "MI300X", ...; None is no AMD GPU."""
+        return self.quant_query_input and (arch is None or not arch_name(arch).startswith(self.no_quant_query_archs))
 
     def validate_configuration(
         self,

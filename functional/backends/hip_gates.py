@@ -6,6 +6,7 @@ All paths compute the same; these functions tell what runs on an AMD machine und
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,22 @@ import numpy as np
 from ..cache import CacheSpec
 
 HALVES = tuple(jnp.dtype(name) for name in ("float16", "bfloat16"))
+
+
+@cache
+def arch_name(arch: str) -> str:
+    """The name of an architecture, from its own name or a product's ("MI300X").
+
+    vLLM's rules look at a prefix of the name, so that any other "gfx..." stands for itself.
+
+    Raises:
+      ValueError: neither an architecture nor a product is called so; the message lists the names.
+    """
+    from ...kernels.archs import find_arch, resolve_arch  # values without dependencies
+
+    if isinstance(arch, str) and arch.startswith("gfx") and find_arch(arch) is None:
+        return arch
+    return resolve_arch(arch).name
 
 
 @dataclass(frozen=True)
@@ -62,12 +79,16 @@ def use_rocm_custom_paged_attention(
       sliding_window: None, 0 and (-1, -1) are off (vLLM turns None into 0 before it asks).
       kv_cache_dtype: vLLM's string.
       alibi_slopes, sinks: None or anything.
-      arch: "gfx942", ...; others than AMD's never use it.
+      arch: "gfx942", "MI300X", ...; others than AMD's never use it.
 
     Returns:
       True where the kernel is taken, if the cache's layout allows it too (see `decode_path`).
+
+    Raises:
+      ValueError: no architecture or product is called `arch`.
     """
-    gate = next((g for g in HIP_DECODE_GATES.values() if arch.startswith(g.archs)), None)
+    name = arch_name(arch)
+    gate = next((g for g in HIP_DECODE_GATES.values() if name.startswith(g.archs)), None)
     return (
         gate is not None
         and sliding_window in (None, 0, (-1, -1))

@@ -132,7 +132,7 @@ def cache_spec(
       shuffled: the layout of gfx1250's kernels (there VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT asks for it): keys `[H, D/x, N, x]`,
         values `[H, N/x, D, x]`. Its preferred order is "LHBNC", and no KV connector takes it.
       kv_connector: leaves "LBHNC" alone.
-      arch: "gfx942", ...; None is the default device's.
+      arch: "gfx942", "MI300X", ...; None is the default device's.
 
     Returns:
       The spec.

@@ -130,7 +130,7 @@ def cache_spec(
       order: "LHBNC" (default: keys of all blocks, then values, as the HIP kernels take for granted) or "LBHNC".
       interleaved_v: the layout that the fused qk-norm writer of AITER takes: values `[H, N/x, D, x]` in a block.
       kv_connector: refused: no layout of this backend is block-first.
-      arch: "gfx942", ...; None is the default device's.
+      arch: "gfx942", "MI300X", ...; None is the default device's.
 
     Returns:
       The spec.

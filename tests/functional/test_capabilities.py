@@ -194,6 +194,21 @@ def test_quantized_queries_per_arch(arch, takes):
     assert not ROCM.CAPABILITIES.supports_quant_query_input(arch)
 
 
+def test_products_are_taken_for_their_archs_and_unknown_ones_are_refused():
+    usual = (ml_dtypes.bfloat16, 64, 16, 8, 4096, None, "auto")
+    assert ROCM.use_rocm_custom_paged_attention(*usual, arch="MI300X") and not ROCM.use_rocm_custom_paged_attention(*usual, arch="gfx1100")
+    size = {"num_blocks": 1, "num_kv_heads": 1, "head_size": 64, "kv_cache_dtype": "fp8"}
+    assert UNIFIED.cache_spec(**size, arch="MI300X").dtype == jnp.float8_e4m3fnuz
+    refused = (
+        lambda: ROCM.use_rocm_custom_paged_attention(*usual, arch="MI9"),
+        lambda: UNIFIED.CAPABILITIES.supports_quant_query_input("MI9"),
+        lambda: UNIFIED.cache_spec(**size, arch="MI9"),
+    )
+    for call in refused:
+        with pytest.raises(ValueError, match=r"arch is 'MI9'.*gfx942"):
+            call()
+
+
 @BACKENDS
 def test_output_quantization_is_one_static_scale_per_tensor(backend):
     assert backend.CAPABILITIES.fused_output_quant_supported("kFp8StaticTensorSym")
