@@ -162,23 +162,23 @@ class Residency:
     """Workgroups of one compute unit.
 
     Attributes:
-      room: workgroups that fit by registers, shared memory and wave slots.
-      resident: workgroups that the grid provides, at most `room`.
+      fitting: workgroups that fit by registers, shared memory and wave slots.
+      resident: workgroups that the grid provides, at most `fitting`.
       waves_per_simd: waves of the resident workgroups on one SIMD.
     """
 
-    room: int
+    fitting: int
     resident: int
     waves_per_simd: float
 
 
 def residency(usage: ResourceUsage, part: Part, busy: int) -> Residency:
     waves = min(MAX_WAVES, VGPRS // (-(-usage.vgprs // GRANULE) * GRANULE)) * SIMDS
-    room = waves // usage.num_warps
+    fitting = waves // usage.num_warps
     if usage.lds_bytes:
-        room = min(room, arch_facts(usage.arch).shared_bytes // usage.lds_bytes)
-    resident = max(1, min(room, -(-busy // part.compute_units)))
-    return Residency(room, resident, resident * usage.num_warps / SIMDS)
+        fitting = min(fitting, arch_facts(usage.arch).shared_bytes // usage.lds_bytes)
+    resident = max(1, min(fitting, -(-busy // part.compute_units)))
+    return Residency(fitting, resident, resident * usage.num_warps / SIMDS)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ METRICS = {
     "rows x keys of a tile, waves, stages": lambda r: f"{r['rows']} x {r['tile']}, {r['num_warps']}, {r['stages']}",
     "VGPRs (AGPRs of them), LDS bytes": lambda r: f"{r['vgprs']} ({r['agprs']}), {r['lds_bytes']}",
     "spilled VGPRs, scratch bytes": lambda r: f"{r['vgpr_spills']}, {r['scratch_bytes']}",
-    "workgroups a CU: by resources, by the grid": lambda r: f"{r['room']}, {r['resident']}",
+    "workgroups a CU: by resources, by the grid": lambda r: f"{r['fitting']}, {r['resident']}",
     "waves a SIMD": lambda r: f"{r['waves_per_simd']:g}",
     "global loads of a wave and tile, bits: number": lambda r: _widths(r["loop"]["loads"]),
     "bytes a lane and load instruction": lambda r: f"{r['loop']['bytes_per_load']:.1f}",

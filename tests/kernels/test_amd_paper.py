@@ -146,7 +146,7 @@ def made_up(**usage) -> amd_paper.Kernel:
 )
 def test_residency_by_hand(usage, busy, expected):
     found = amd_paper.residency(made_up(**usage).usage, amd_paper.PARTS["gfx942"], busy)
-    assert (found.room, found.resident, found.waves_per_simd) == expected
+    assert (found.fitting, found.resident, found.waves_per_simd) == expected
 
 
 def test_bounds_by_hand():
