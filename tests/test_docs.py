@@ -56,6 +56,16 @@ def test_no_file_cites_a_document_that_is_not_in_the_repository():
     assert not missing
 
 
+PRIVATE = ("has" + "te", "has" + "ty", "nobo" + "dy", "somebo" + "dy", "do" + "or", "do" + "ors", "ro" + "of", "hee" + "d")
+"""Words that once stood for terms that the field has its own words for."""
+
+
+def test_no_file_uses_a_private_word_where_the_field_has_one():
+    words = re.compile(rf"\b(?:{'|'.join(PRIVATE)})\b", re.IGNORECASE)
+    found = [f"{path.relative_to(ROOT)}: {word}" for path, text in TEXTS.items() for word in words.findall(text)]
+    assert not found
+
+
 def test_a_section_of_the_semantics_that_a_file_cites_is_there():
     known = headings(SEMANTICS)
     wrong = [
@@ -65,6 +75,12 @@ def test_a_section_of_the_semantics_that_a_file_cites_is_there():
         if path != Path(__file__) and not any(cited.startswith(heading) for heading in known)
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT / "benchmarks/results"], ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(r"`((?:functional|kernels|bridges|tests|benchmarks|docs|examples|src|notebooks)/[\w./]*)`", page.read_text())
+    assert not [name for name in named if "NAME" not in name and not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
