@@ -30,8 +30,8 @@ def run(program: Program, arrays: Mapping[str, Array], bridge: str | None = None
     Args:
       program: what to run.
       arrays: an array for each of `program.inputs`.
-      bridge: "callback" (DLPack and Triton's own launcher) or "jax_triton" (a custom call, without Python at run time); default: as the
-        target's settings say.
+      bridge: "callback" (DLPack and Triton's own launcher), "jax_triton" (jax-triton's custom calls) or "native" (one custom call, launched
+        by a C++ handler without Python or torch); default: as the target's settings say.
       target: what the program was planned for; default: the current target.
 
     Raises:
@@ -46,9 +46,10 @@ def run(program: Program, arrays: Mapping[str, Array], bridge: str | None = None
         from .callback import run_program
 
         return run_program(program, arrays, target)
-    from . import jax_triton
+    from . import jax_triton, native
 
-    reason = jax_triton.unavailable(target)
+    chosen = native if bridge == "native" else jax_triton
+    reason = chosen.unavailable(target)
     if reason:
-        raise UnsupportedError(f"{program.name}: the jax_triton bridge can't run: {reason}; the callback bridge can")
-    return jax_triton.run_program(program, arrays, target)
+        raise UnsupportedError(f"{program.name}: the {bridge} bridge can't run: {reason}; the callback bridge can")
+    return chosen.run_program(program, arrays, target)

@@ -16,7 +16,7 @@ import jax
 
 from .errors import bad_type, bad_value
 
-BRIDGES = ("callback", "jax_triton")
+BRIDGES = ("callback", "jax_triton", "native")
 """Ways to run Triton launches inside a JAX program: see `purepage.bridges.execute`."""
 
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y"), ("", "0", "false", "no", "off", "n")
@@ -35,7 +35,9 @@ class Settings:
     """
 
     bridge: str = _setting(
-        "PUREPAGE_BRIDGE", "callback", "How Triton launches reach XLA: `callback` (DLPack and Triton's launcher) or `jax_triton`."
+        "PUREPAGE_BRIDGE",
+        "callback",
+        "How Triton launches reach XLA: `callback` (DLPack and Triton's launcher), `jax_triton`, or `native` (a C++ handler).",
     )
     interpret: bool = _setting(
         "TRITON_INTERPRET", False, "Triton kernels run in Triton's interpreter, on a CPU. Triton reads it itself, too."

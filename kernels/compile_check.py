@@ -218,7 +218,7 @@ def compile_job(job: Job) -> Any:
     signature, constexprs, attrs = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = constants[parameter.name] if parameter.is_constexpr else next(given)
-        kind = "constexpr" if parameter.is_constexpr else _type_of(value, buffers)
+        kind = "constexpr" if parameter.is_constexpr else type_of(value, buffers)
         signature[parameter.name] = kind
         if kind == "constexpr":
             constexprs[(place,)] = value
@@ -245,7 +245,7 @@ def _target_of(arch: str) -> Any:
     return GPUTarget("hip", arch, facts.wave_size)
 
 
-def _type_of(value: Any, buffers: dict[str, Buffer]) -> str:
+def type_of(value: Any, buffers: dict[str, Buffer]) -> str:
     """Triton's type of an argument. A value that a launch compiles into the kernel is "constexpr"."""
     if isinstance(value, Descriptor):
         return f"tensordesc<{POINTERS[value.dtype]}[{value.block[0]}, {value.block[1]}]>"

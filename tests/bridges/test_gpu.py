@@ -3,6 +3,7 @@
 Every unused slot is NaN, the oracle is float64 NumPy, and what a program writes is compared over the whole pool.
 """
 
+import importlib
 import os
 from dataclasses import replace
 from functools import partial
@@ -24,16 +25,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GP
 BF16, F16, F32, E4M3, E5M2 = (
     np.dtype(d) for d in (ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
-BRIDGES = ("callback", "jax_triton")
+BRIDGES = ("callback", "jax_triton", "native")
+
+
+def unavailable(bridge):
+    return None if bridge == "callback" else importlib.import_module(f"purepage.bridges.{bridge}").unavailable()
 
 
 @pytest.fixture(params=BRIDGES)
 def bridge(request):
-    if request.param == "jax_triton":
-        from purepage.bridges import jax_triton
-
-        if reason := jax_triton.unavailable():
-            pytest.skip(reason)
+    if reason := unavailable(request.param):
+        pytest.skip(reason)
     with using_bridge(request.param):
         yield request.param
 
@@ -233,16 +235,15 @@ def test_a_step_over_layers_is_in_place_and_right(bridge):
     np.testing.assert_allclose(np.asarray(looped[2])[: batch.num_tokens], total[: batch.num_tokens], rtol=1e-5, atol=1e-5)
 
 
-def test_bridges_give_the_same_bits():
-    from purepage.bridges import jax_triton
-
-    if reason := jax_triton.unavailable():
+@pytest.mark.parametrize("other", BRIDGES[1:])
+def test_bridges_give_the_same_bits(other):
+    if reason := unavailable(other):
         pytest.skip(reason)
     batch = random_batch(
         7, num_seqs=8, max_query_len=64, max_seq_len=600, num_heads=16, num_kv_heads=4, head_size=128, dtype=BF16, cache_dtype=E4M3
     )
     outs = []
-    for name in BRIDGES:
+    for name in ("callback", other):
         with using_bridge(name):
             call = jax.jit(lambda q, c, m: pp.paged_attention(q, c, m, implementation="triton"))
             outs.append(np.asarray(call(jnp.asarray(batch.query), batch.cache(), batch.metadata)))

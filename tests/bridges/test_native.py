@@ -1,0 +1,111 @@
+"""The native bridge without a GPU: the library builds, programs are packed as the code objects declare it, and a step can be exported.
+
+Runs on a GPU are in test_gpu.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from processes import run_python
+
+import purepage as pp
+from purepage.bridges.execute import using_bridge
+from purepage.bridges.native import library
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+needs_compiler = pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
+
+PACK = """
+    import json, re, sys
+    from benchmarks.amd_isa import VARIANTS
+    from purepage.bridges.native.program import packed, BUFFER, INT32, INT64, FLOAT32, NULL, TENSOR_MAP
+    from purepage.kernels.compile_check import compile_job, jobs_of
+    WIDTHS = {BUFFER: 2, INT32: 2, INT64: 2, FLOAT32: 2, NULL: 1, TENSOR_MAP: 9}
+    BYTES = {BUFFER: 8, INT32: 4, INT64: 8, FLOAT32: 4, NULL: 8}
+
+    def launches(numbers):
+        numbers = [int(n) for n in numbers]
+        while numbers:
+            head, numbers, kinds = numbers[:6], numbers[6:], []
+            for _ in range(head[5]):
+                kinds.append(numbers[0])
+                numbers = numbers[WIDTHS[kinds[-1]]:]
+            yield head, kinds
+"""
+
+
+@needs_compiler
+def test_the_handler_builds_with_the_headers_of_the_installed_jaxlib(tmp_path):
+    built = library.build(tmp_path / "handler.so")
+    assert built.exists() and [path.name for path in tmp_path.iterdir()] == ["handler.so"]
+    assert library.header_version(jax.ffi.include_dir())[0] == 0
+
+
+def test_without_a_compiler_the_bridge_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"C\+\+ compiler.*CXX"):
+        library.build(tmp_path / "handler.so")
+
+
+def test_on_a_cpu_the_bridge_is_refused_by_name():
+    cache = pp.init_cache(pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=32, dtype=jnp.float32))
+    metadata = pp.make_metadata([1], [3], [[1]], block_size=16)
+    with using_bridge("native"), pytest.raises(pp.UnsupportedError, match="native bridge can't run: jax runs on cpu"):
+        pp.paged_attention(jnp.ones((1, 2, 32)), cache, metadata, implementation="triton")
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
+@pytest.mark.parametrize("variant", ["attention D64 bf16 all features", "qk-norm+rope+write D128 bf16"])
+def test_the_arguments_are_those_of_the_code_objects_own_metadata(arch, variant):
+    """AMD's code objects list each kernel parameter with its size; the packed arguments have the same sizes in the same order."""
+    out = run_python(
+        PACK
+        + f"""
+    program = VARIANTS[{variant!r}]({arch!r})
+    attributes = packed(program, {arch!r})
+    packed_launches = list(launches(attributes["launches"]))
+    assert len(packed_launches) == len(program.launches) == len(attributes["symbols"].split())
+    for job, (head, kinds), symbol in zip(jobs_of(program, {arch!r}), packed_launches, attributes["symbols"].split()):
+        text = compile_job(job).asm["amdgcn"]
+        arguments = text[text.index(".args:"):text.index(".group_segment_fixed_size:", text.index(".args:"))]
+        sizes = re.findall(r"\\.size:\\s+(\\d+)\\s+\\.value_kind:\\s+(\\w+)", arguments)
+        declared = [int(size) for size, kind in sizes if not kind.startswith("hidden")]
+        assert [BYTES[kind] for kind in kinds] == declared, (symbol, kinds, declared)
+        assert head[:3] == list(job.launch.grid) and f"{{symbol}}:" in text
+    print("checked", len(packed_launches))
+    """,
+        environment={"TRITON_INTERPRET": ""},
+    )
+    assert out.startswith("checked ")
+
+
+def test_a_step_is_exported_for_rocm_on_a_machine_without_a_gpu_and_lowered_alike_in_every_process():
+    """The custom call holds the code objects, so the same step has the same text: XLA's persistent cache is keyed by it."""
+    program = """
+        import hashlib
+        from dataclasses import replace
+        import jax, jax.numpy as jnp, purepage as pp
+        from jax import export
+        from purepage.bridges.native import library, program as native
+        from purepage.functional.target import Settings, assuming_target, named_target
+
+        library.load = lambda: None  # nothing runs here, so nothing has to be built
+        spec = pp.CacheSpec(num_blocks=4, block_size=64, num_kv_heads=1, head_size=64)
+        metadata = pp.make_metadata([1], [100], [[1, 2]], block_size=64)
+
+        def attend(query, cache):
+            return pp.paged_attention(query, cache, metadata, implementation="triton")
+
+        shapes = jax.ShapeDtypeStruct((1, 2, 64), jnp.bfloat16), jax.eval_shape(lambda: pp.init_cache(spec))
+        target = replace(named_target("gfx942"), settings=Settings(bridge="native"))
+        with assuming_target(target):
+            check = export.DisabledSafetyCheck.custom_call(library.TARGET)
+            exported = export.export(jax.jit(attend), platforms=["rocm"], disabled_checks=[check])(*shapes)
+        text = exported.mlir_module()
+        assert library.TARGET in text and "paged_attention" in text
+        print(len(exported.mlir_module_serialized) > 10000, hashlib.sha256(text.encode()).hexdigest())
+    """
+    first, second = (run_python(program, environment={"TRITON_INTERPRET": ""}) for _ in range(2))
+    assert first == second and first.startswith("True ")
