@@ -16,13 +16,15 @@ INTERPRETER_HINT = f"set {variable_of('interpret')}=1 in the environment before 
 
 
 @cache
-def _missing_packages() -> tuple[str, ...]:
-    return tuple(package for package in ("triton", "torch") if importlib.util.find_spec(package) is None)
+def _missing_packages(bridge: str) -> tuple[str, ...]:
+    """Packages that are not installed. The callback bridge hands Triton's launcher torch tensors; the others need no torch."""
+    needed = ("triton", "torch") if bridge == "callback" else ("triton",)
+    return tuple(package for package in needed if importlib.util.find_spec(package) is None)
 
 
 def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
     """The launches that serve a call on `target`, or why there are none; see `purepage.functional.dispatch`."""
-    if missing := _missing_packages():
+    if missing := _missing_packages(target.settings.bridge):
         return Unsupported((f"needs {' and '.join(missing)}, not installed here: pip install 'purepage[triton]'",))
     if target.platform == "cpu":
         if not explicit:

@@ -109,3 +109,29 @@ def test_a_step_is_exported_for_rocm_on_a_machine_without_a_gpu_and_lowered_alik
     """
     first, second = (run_python(program, environment={"TRITON_INTERPRET": ""}) for _ in range(2))
     assert first == second and first.startswith("True ")
+
+
+@pytest.mark.parametrize("bridge, needs_torch", [("callback", True), ("jax_triton", False), ("native", False)])
+def test_only_the_callback_bridge_needs_torch(bridge, needs_torch):
+    """On a ROCm machine torch may bring a second HIP runtime, so what runs without it is planned without it."""
+    out = run_python(
+        f"""
+        import importlib.util
+        from dataclasses import replace
+        find_spec = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *more: None if name == "torch" else find_spec(name, *more)
+        import jax, jax.numpy as jnp, purepage as pp
+        from purepage.bridges import triton
+        from purepage.functional.attention import paged_attention_call
+        from purepage.functional.dispatch import Plan
+        from purepage.functional.target import Settings, named_target
+
+        cache = pp.init_cache(pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=64))
+        call = paged_attention_call(jnp.ones((1, 2, 64), jnp.bfloat16), cache, pp.make_metadata([1], [3], [[1]], block_size=16))
+        target = replace(named_target("gfx942"), settings=Settings(bridge={bridge!r}))
+        planned = triton.plan("paged_attention", call, target, explicit=False)
+        print("planned" if isinstance(planned, Plan) else planned.reasons)
+        """,
+        environment={"TRITON_INTERPRET": ""},
+    )
+    assert ("needs torch" in out) if needs_torch else out == "planned\n"
