@@ -1,9 +1,10 @@
 """The README is correct: its programs run, its tables are the capabilities and the measurements, its commands and files exist.
 
-`python tests/test_readme.py` rewrites the tables.
+`PYTHONPATH=. python tests/test_readme.py` rewrites the tables.
 """
 
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -17,6 +18,7 @@ from benchmarks import summary
 from purepage import Capabilities
 from purepage.functional import backends
 from purepage.functional.cache import CACHE_DTYPES
+from purepage.functional.dispatch import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -112,6 +114,11 @@ def test_every_backend_is_public(name):
     assert importlib.import_module(f"purepage.{name}").CAPABILITIES is MODULES[name].CAPABILITIES
 
 
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_the_readme_says_where_every_implementation_ran(name):
+    assert f"\n| `{name}` |" in README.read_text() or f'`"{name}"` refuses every call' in README.read_text()
+
+
 def test_the_tables_are_the_capabilities_and_what_was_measured():
     assert README.read_text() == with_tables(README.read_text())
 
@@ -143,8 +150,8 @@ def test_files_and_names_of_the_readme_exist():
     for path in re.findall(r"`((?:docs|notebooks|benchmarks|\.ci)[/\w.]*)`", text):
         assert (ROOT / path).exists(), path
     functions = re.search(r"\| functions .*?\n\n", text, re.DOTALL)[0]
-    for name in re.findall(r"`(\w+)`", functions):
-        assert callable(getattr(pp, name)), name
+    listed = set(re.findall(r"`(\w+)`", functions))
+    assert listed == {name for name in pp.__all__ if inspect.isfunction(getattr(pp, name))}
 
 
 if __name__ == "__main__":
