@@ -377,7 +377,6 @@ def test_sharded_arrays_outside_shard_map_are_refused_or_gathered_never_misread(
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         from purepage.functional.errors import UnsupportedError
-from purepage.functional.target import settings_of, using_settings
         from test_callback import numbers, scatter, scattered
         before, rows = numbers(0, (2, 16, 64), "uint16"), numbers(1, (3, 64), "uint16")
         slots = np.array([3, -1, 15], np.int32)
