@@ -25,7 +25,7 @@ from .config import check_logits_soft_cap, check_sliding_window, is_array, is_fl
 from .debug import check_step
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
-from .literals import AttentionOptions, Implementation
+from .literals import AttentionOptions, EncoderOptions, Implementation
 from .metadata import AttentionMetadata, check_metadata
 
 Out = Float[Array, "T Hq D"]
@@ -218,6 +218,36 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def encoder_attention(
+    query: Float[Array, "T Hq D"],
+    key: Float[Array, "T H D"],
+    value: Float[Array, "T H D"],
+    metadata: AttentionMetadata,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[EncoderOptions],
+) -> Out: ...
+@overload
+def encoder_attention(
+    query: Float[Array, "T Hq D"],
+    key: Float[Array, "T H D"],
+    value: Float[Array, "T H D"],
+    metadata: AttentionMetadata,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[EncoderOptions],
+) -> tuple[Out, Lse]: ...
+@overload
+def encoder_attention(
+    query: Float[Array, "T Hq D"],
+    key: Float[Array, "T H D"],
+    value: Float[Array, "T H D"],
+    metadata: AttentionMetadata,
+    *,
+    return_lse: bool,
+    **options: Unpack[EncoderOptions],
+) -> Out | tuple[Out, Lse]: ...
 def encoder_attention(
     query: Float[Array, "T Hq D"],
     key: Float[Array, "T H D"],
@@ -227,10 +257,12 @@ def encoder_attention(
     scale: Any = None,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
     sinks: Any = None,
     causal: bool = False,
+    return_lse: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "T Hq D"]:
+) -> Out | tuple[Out, Lse]:
     """Self attention of packed sequences, without a cache. Ports vLLM's Triton prefill attention.
 
     Args:
@@ -239,12 +271,14 @@ def encoder_attention(
       scale: factor on the scores; None means D ** -0.5.
       sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None, 0 and -1 are off.
       logits_soft_cap: c: scores become c * tanh(score / c). None and 0 are off.
+      alibi_slopes: f32[Hq]: adds slope * (j - i) for key j of token i.
       sinks: f32[Hq]: adds exp(sink) to the softmax denominator.
       causal: token i sees j <= i only.
+      return_lse: also return the log of the softmax denominator.
       implementation: see `paged_attention`.
 
     Returns:
-      out [T, Hq, D] in the query's dtype; padding tokens give 0.
+      out [T, Hq, D] in the query's dtype, and with `return_lse` also lse f32[T, Hq]; padding tokens give 0 and lse -inf.
 
     Raises:
       ValueError, TypeError, UnsupportedError: see `paged_attention`.
@@ -262,6 +296,7 @@ def encoder_attention(
         if array.shape[0] != query.shape[0]:
             bad_value(name, array, f"of the query's {query.shape[0]} tokens")
     check_bool("causal", causal)
+    check_bool("return_lse", return_lse)
     metadata = check_step(metadata, None, query.shape[0])
     factor, traced = split_scale(scale, head_size)
     call = EncoderAttentionCall(
@@ -270,10 +305,12 @@ def encoder_attention(
         value=value,
         metadata=metadata,
         score_scale=traced,
+        alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, query, metadata),
         sinks=optional_vector("sinks", sinks, query, metadata),
         scale=factor,
         sliding_window=check_sliding_window(sliding_window),
         logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
         causal=causal,
+        return_lse=return_lse,
     )
     return dispatch.run("encoder_attention", refuse_derivatives("encoder_attention", call), implementation)

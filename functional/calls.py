@@ -65,11 +65,13 @@ class EncoderAttentionCall(Call):
     value: Float[Array, "T H D"] = array()
     metadata: AttentionMetadata = array()
     score_scale: Float[Array, ""] | None = option()
+    alibi_slopes: Float[Array, " Hq"] | None = option(default=None)
     sinks: Float[Array, " Hq"] | None = option()
     scale: float = constant()
     sliding_window: int | None = option(static=True)
     logits_soft_cap: float | None = option(static=True, unused=0.0)
     causal: bool = option(static=True)
+    return_lse: bool = option(static=True, default=False)
 
 
 @call_type

@@ -27,3 +27,15 @@ class CascadeOptions(AttentionOptions):
     """Those of `cascade_attention`."""
 
     common_prefix_len: int
+
+
+class EncoderOptions(TypedDict, total=False):
+    """Options of `encoder_attention` that do not change what is returned."""
+
+    scale: Any
+    sliding_window: int | None
+    logits_soft_cap: float | None
+    alibi_slopes: Any
+    sinks: Any
+    causal: bool
+    implementation: Implementation | None

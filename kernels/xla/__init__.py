@@ -50,7 +50,7 @@ _QK_NORM = Serves(
 SERVES: Mapping[str, Serves] = {
     "paged_attention": _PAGED_ATTENTION,
     "paged_attention_with_new_tokens": _PAGED_ATTENTION,
-    "encoder_attention": Serves(features=_SCORES | {"causal"}, dtypes={"query": _MODEL}),
+    "encoder_attention": Serves(features=_SCORES | {"causal", "alibi_slopes", "return_lse"}, dtypes={"query": _MODEL}),
     "update_cache": Serves(features=_CACHE, dtypes={"cache": _MODEL | _FP8, "key": _MODEL, "value": _MODEL}, layouts=LAYOUT_PROPERTIES),
     "rotary_embedding": Serves(features=_ROTARY, dtypes={"query": _MODEL, "key": _MODEL, "cos_sin_cache": _TABLE}),
     "rope_and_update_cache": Serves(features=_CACHE | _ROTARY, dtypes=_ROPE_UPDATE, layouts=LAYOUT_PROPERTIES),

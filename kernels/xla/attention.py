@@ -176,7 +176,7 @@ def _encoder_attention(call: EncoderAttentionCall, *, platform: str):
         source=DenseSource(call.key, call.value, starts, min(chunk_tokens(platform), max(1, call.key.shape[0]))),
         score_factor=jnp.broadcast_to(factor, (heads,)),
         sinks=call.sinks,
-        alibi_slopes=None,
+        alibi_slopes=call.alibi_slopes,
         qq_bias=None,
         causal=call.causal,
         sliding_window=call.sliding_window,
@@ -185,7 +185,9 @@ def _encoder_attention(call: EncoderAttentionCall, *, platform: str):
         dtype=operand_dtype(call.query.dtype, call.key.dtype, platform),
         varying=call,
     )
-    return attend(problem, platform)[0].astype(call.query.dtype)
+    out, lse = attend(problem, platform)
+    out = out.astype(call.query.dtype)
+    return (out, lse) if call.return_lse else out
 
 
 _jitted_paged = jax.jit(_paged_attention, static_argnames=("platform",))
@@ -207,5 +209,5 @@ def paged_attention_with_new_tokens(call: PagedAttentionCall, key: Float[Array, 
 
 
 def encoder_attention(call: EncoderAttentionCall):
-    """out [T, Hq, D] of a checked call."""
+    """out [T, Hq, D] of a checked call, and lse f32[T, Hq] where it asks for that."""
     return _jitted_encoder(call, platform=jax.default_backend())

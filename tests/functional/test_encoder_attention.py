@@ -34,6 +34,13 @@ FEATURES = {
     "causal window": {"causal": True, "sliding_window": 4},
     "soft cap and sinks": {"logits_soft_cap": 2.0, "sinks": np.array([0.5, -1.0, 3.0, -np.inf], np.float32)},
     "scale": {"scale": 1 / 32},
+    "ALiBi": {"alibi_slopes": np.array([0.5, 0.25, 0.125, 0.01], np.float32)},
+    "causal ALiBi in a window with sinks": {
+        "alibi_slopes": np.array([0.5, 0.25, 0.125, 0.01], np.float32),
+        "sinks": np.array([0.5, -1.0, 3.0, -np.inf], np.float32),
+        "causal": True,
+        "sliding_window": 6,
+    },
 }
 
 
@@ -44,10 +51,23 @@ ROWS = [(name, DTYPES[i % 3]) for i, name in enumerate(FEATURES)]
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=[f"{name}-{np.dtype(dtype).name}" for name, dtype in ROWS])
 def test_every_feature_and_every_dtype(name, dtype):
     query, key, value, metadata = packed(dtype)
-    out = run(query, key, value, metadata, **FEATURES[name])
-    expected, _ = reference_encoder_attention(query, key, value, metadata.query_start_loc, **FEATURES[name])
+    out, lse = run(query, key, value, metadata, return_lse=True, **FEATURES[name])
+    expected, expected_lse = reference_encoder_attention(query, key, value, metadata.query_start_loc, **FEATURES[name])
     assert_close(out, expected, dtype=dtype)
-    assert np.all(np.asarray(out[sum(LENGTHS) :], np.float32) == 0)
+    assert_close(lse, expected_lse, dtype="lse")
+    assert np.all(np.asarray(out[sum(LENGTHS) :], np.float32) == 0) and np.all(np.isneginf(lse[sum(LENGTHS) :]))
+
+
+@pytest.mark.parametrize("options", [{"alibi_slopes": np.ones(4)}, {"return_lse": True}], ids=["alibi_slopes", "return_lse"])
+def test_an_implementation_without_the_feature_refuses_it(options):
+    with pytest.raises(pp.UnsupportedError, match=f"{next(iter(options))}.*xla can"):
+        pp.encoder_attention(*map(jnp.asarray, packed()[:3]), packed()[3], implementation="triton", **options)
+
+
+@pytest.mark.parametrize("window", [0, -1, 2**31, 2**40])
+def test_a_window_that_is_off_is_no_window(window):
+    query, key, value, metadata = packed()
+    np.testing.assert_array_equal(run(query, key, value, metadata, sliding_window=window), run(query, key, value, metadata))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(7, 1, 80), (10, 2, 96), (3, 3, 256), (71, 1, 32)])
