@@ -19,6 +19,8 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 PREFILL_KERNEL = "purepage.kernels.triton.prefill:paged_attention_prefill"
 DECODE_KERNEL = "purepage.kernels.triton.decode:paged_attention_decode"
 REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
+MAX_WINDOW = 2**30
+"""No sequence has as many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,11 @@ class PagedAttentionShape:
     @cached_property
     def row_factor(self) -> bool:
         return self.compute_dtype == "float16" and self.query_dtype == "bfloat16"
+
+
+def kernel_window(window: int | None) -> int:
+    """W for the kernels, 0 where it is off. MAX_WINDOW serves for any wider one, so that no position plus or minus W leaves 32 bits."""
+    return min(max(window or 0, 0), MAX_WINDOW)
 
 
 def channels_at_a_time(head_pad: int, row: PrefillConfig | DecodeConfig) -> int:
@@ -317,7 +324,7 @@ def _spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig | DecodeCon
         scale=float(shape.scale),
         causal=shape.causal and not shape.context_only,  # a key of the context is before every query
         context_only=shape.context_only,
-        window=shape.sliding_window or 0,
+        window=kernel_window(shape.sliding_window),
         soft_cap=float(shape.logits_soft_cap or 0.0),
         has_alibi=shape.has_alibi,
         bias_rows=bias_rows,
@@ -389,16 +396,9 @@ def _decode_launches(
 ) -> tuple[list[Launch], dict[str, Buffer]]:
     heads, tokens, rows = _split_rows(shape, row)
     head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
-    keys = shape.longest if shape.sliding_window is None else min(shape.longest, shape.sliding_window + tokens + row.block_n)
+    window = kernel_window(shape.sliding_window)
+    keys = min(shape.longest, window + tokens + row.block_n) if window else shape.longest
     splits = max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
-    part_rows = 2 * splits * head_blocks * heads * tokens
-    scratch = {
-        "part_acc": Buffer((part_rows, shape.cache.head_size), "float32"),
-        "part_sum": Buffer((part_rows,), "float32"),
-        "part_max": Buffer((part_rows,), "float32"),
-    }
-    names = {**names, **scratch}
-    written = tuple(name for name in ("out", "lse") if name in names)
     spec = _spec(
         shape,
         arch,
@@ -410,12 +410,15 @@ def _decode_launches(
         num_splits=splits,
         values_first=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
     )
+    scratch = {"parts": Buffer((spec.part_rows * (shape.cache.head_size + 2),), "float32")}
+    names = {**names, **scratch}
+    written = tuple(name for name in ("out", "lse") if name in names)
     decode = Launch(
         kernel=DECODE_KERNEL,
         grid=(splits * head_blocks, 1, 1),
         args=_args(
             names,
-            "out lse part_acc part_sum part_max query cache k_scale v_scale query_start_loc seq_lens block_table layer "
+            "out lse parts query cache k_scale v_scale query_start_loc seq_lens block_table layer "
             "alibi_slopes sinks qq_bias score_scale output_scale",
             shape.num_seqs,
             shape.table_width,
@@ -436,7 +439,7 @@ def _decode_launches(
         grid=(max(shape.num_seqs, shape.num_tokens if zero_padding else 0) * head_blocks * ceil_div(row_count, merged), 1, 1),
         args=_args(
             names,
-            "out lse part_acc part_sum part_max v_scale query_start_loc seq_lens layer sinks output_scale",
+            "out lse parts v_scale query_start_loc seq_lens layer sinks output_scale",
             shape.num_tokens,
             shape.num_seqs,
         ),

@@ -10,7 +10,7 @@ from ..archs.choice import config_for, narrowed, over_limits, smaller
 from ..archs.configs import PrefillConfig
 from ..launch import Buffer, Launch, Program
 from ..triton.spec import AttentionSpec, KVLayout
-from .attention import PagedAttentionShape, channels_at_a_time, edge_of, shared_bytes, sums_of
+from .attention import PagedAttentionShape, channels_at_a_time, edge_of, kernel_window, shared_bytes, sums_of
 from .sizes import ceil_div, next_power_of_two
 
 ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention"
@@ -132,7 +132,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
         head_pad=shape.head_pad,
         scale=float(shape.scale),
         causal=shape.causal,
-        window=shape.sliding_window or 0,
+        window=kernel_window(shape.sliding_window),
         soft_cap=float(shape.logits_soft_cap or 0.0),
         query_dtype=shape.dtype,
         out_dtype=shape.dtype,

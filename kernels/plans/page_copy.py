@@ -55,6 +55,8 @@ def page_copy_launch(shape: "PagedAttentionShape", copied: "PagedAttentionShape"
         num_kv_heads=shape.cache.num_kv_heads,
         head_size=spec.head_size,
         split_tokens=spec.split_tokens,
+        causal=spec.causal,
+        context_only=spec.context_only,
         window=spec.window,
         page_size=PAGE_SIZE,
         out_dtype=copied.query_dtype,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .address import side_base, uniform
+from .kv_block import lost_blocks
 from .kv_loop import attend_keys
 from .masks import key_bounds, tile_bounds
 from .output import store_rows, store_zeros
@@ -40,9 +41,7 @@ def tiles_of_batch(query_start_loc, seq_lens, num_seqs, S: tl.constexpr):
 def paged_attention_decode(
     out,  # [T, Hq, D] output dtype
     lse,  # [T, Hq] f32, or None
-    part_acc,  # [2 * num_splits * head_blocks * split_tokens * block_heads, D] f32
-    part_sum,  # [2 * num_splits * head_blocks * split_tokens * block_heads] f32
-    part_max,  # [2 * num_splits * head_blocks * split_tokens * block_heads] f32
+    parts,  # f32: acc [part_rows, D], row_sum [part_rows], row_max [part_rows] of the partial results
     query,  # [T, Hq, D] model dtype or fp8
     cache,  # the whole cache in its storage dtype
     k_scale,  # [L] or [L, H] f32
@@ -81,6 +80,8 @@ def paged_attention_decode(
     last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), S.amd)
     seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), S.amd)
 
+    part_sum = parts + S.part_rows * S.head_size
+    part_max = part_sum + S.part_rows
     row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
     row = tl.arange(0, S.block_m)
     d = tl.arange(0, S.head_pad)
@@ -126,6 +127,8 @@ def paged_attention_decode(
             keys = SequenceKeys(table_row, table_width, key_base, value_base, None, None, None, key_begin, key_end, context)
             rows = QueryRows(q, source, factor, context + row_token, slope, bias_row, ok & (row_token < S.bias_rows))
             state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
+            lost = lost_blocks(table_row, tl.maximum(lo * S.block_n, key_begin), tl.minimum(hi * S.block_n, key_end), table_width, S)
+            state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
             if part_hi - part_lo == count:
                 token = query_start.to(tl.int64) + row_token
                 store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S)
@@ -134,7 +137,7 @@ def paged_attention_decode(
                 slot = part * 2 + (seq_begin + part_lo != share_begin).to(tl.int32)
                 part_row = (slot * S.head_blocks + head_block) * (S.split_tokens * S.block_heads) + row
                 part_ok = row < S.split_tokens * S.block_heads
-                pointers = part_acc + part_row[:, None] * S.head_size + d[None, :]
+                pointers = parts + part_row[:, None] * S.head_size + d[None, :]
                 tl.store(pointers, state.acc, mask=part_ok[:, None] & (d < S.head_size)[None, :])
                 tl.store(part_sum + part_row, state.row_sum, mask=part_ok)
                 tl.store(part_max + part_row, state.row_max, mask=part_ok)
@@ -145,9 +148,7 @@ def paged_attention_decode(
 def paged_attention_reduce(
     out,  # [T, Hq, D] output dtype
     lse,  # [T, Hq] f32, or None
-    part_acc,  # as in `paged_attention_decode`
-    part_sum,  # as in `paged_attention_decode`
-    part_max,  # as in `paged_attention_decode`
+    parts,  # as in `paged_attention_decode`
     v_scale,  # [L] or [L, H] f32
     query_start_loc,  # [S + 1] i32
     seq_lens,  # [S] i32
@@ -198,6 +199,8 @@ def paged_attention_reduce(
     state = initial_state(sinks, head, ok, count, S)
     row_sum, row_max, acc = state.row_sum, state.row_max, state.acc
     d = tl.arange(0, S.head_pad)
+    part_sum = parts + S.part_rows * S.head_size
+    part_max = part_sum + S.part_rows
     for step in tl.range(first_part, tl.where(count > 0, last_part + 1, first_part), S.parts_per_step):
         part = step + tl.arange(0, S.parts_per_step)
         slot = part * 2 + ((part == first_part) & (begin % share != 0)).to(tl.int32)
@@ -205,7 +208,7 @@ def paged_attention_reduce(
         part_ok = (part <= last_part)[:, None] & is_row[None, :]
         row_maxes = tl.load(part_max + part_row, mask=part_ok, other=float("-inf"))
         row_sums = tl.load(part_sum + part_row, mask=part_ok, other=0.0)
-        pointers = part_acc + part_row[:, :, None] * S.head_size + d[None, None, :]
+        pointers = parts + part_row[:, :, None] * S.head_size + d[None, None, :]
         values = tl.load(pointers, mask=part_ok[:, :, None] & (d < S.head_size)[None, None, :], other=0.0)
         new_max = tl.maximum(row_max, tl.max(row_maxes, 0))
         floor = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -44,6 +44,20 @@ def block_ids(table_row, tile, table_width, BLOCK_N: tl.constexpr, AMD: tl.const
 
 
 @triton.jit
+def lost_blocks(table_row, begin, end, table_width, S: tl.constexpr):
+    """NaN where the table has no valid id for a block of keys [begin, end), else 0.0. Added to the row sums it marks all rows."""
+    CHUNK: tl.constexpr = 256
+    first = begin // S.kv.block_size
+    last = tl.where(end > begin, (end + S.kv.block_size - 1) // S.kv.block_size, first)
+    lost = tl.zeros([CHUNK], tl.int32)
+    for start in tl.range(first, last, CHUNK, num_stages=1):
+        block = start + tl.arange(0, CHUNK)
+        ids = tl.load(table_row + block, mask=(block < last) & (block < table_width), other=-1)
+        lost = tl.where((block < last) & ((ids < 0) | (ids >= S.kv.num_blocks)), 1, lost)
+    return tl.where(tl.max(lost, 0) > 0, float("nan"), 0.0)
+
+
+@triton.jit
 def fetch_tile(descriptor, place, ids, tile, BLOCK_N: tl.constexpr, STRIDES: tl.constexpr, KV: tl.constexpr):
     """[block_n, head_size] of a side through the cache's descriptor, for tiles that lie within a block; `place` is `matrix_place`'s."""
     row = place[0] + ids * (STRIDES.block // STRIDES.token_outer) + tile % (KV.block_size // BLOCK_N) * BLOCK_N

@@ -10,6 +10,7 @@ import triton.language as tl
 from .address import dim_offsets, side_base, token_offsets
 from .dtypes import to_compute
 from .kv_block import block_ids
+from .masks import key_bounds
 
 
 @triton.jit
@@ -50,17 +51,24 @@ def copy_pages(
     kv_head = tl.program_id(1)
     seq = index // copy_width
     page = index % copy_width
-    if kv_head == 0:
-        tl.store(copy_table + index, index)
     query_len = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
     kv_len = tl.load(seq_lens + seq)
-    seen = (query_len > S.split_tokens) & (page * S.page_size < kv_len)
-    if S.window > 0:
-        seen = seen & ((page + 1) * S.page_size > kv_len - query_len - (S.window - 1))
+    context = kv_len - query_len
+    begin, end, _, _ = key_bounds(context, kv_len - 1, context if S.context_only else kv_len, S)
+    seen = (query_len > S.split_tokens) & (page * S.page_size < end) & ((page + 1) * S.page_size > begin)
+    position = page * S.page_size + tl.arange(0, S.page_size)
+    table_row = block_table + tl.cast(seq, tl.int64) * table_width
+    if kv_head == 0:
+        # A page with a needed block that is not in the cache has no page in the copy either: prefill's rows are then NaN.
+        block = position // S.kv.block_size
+        needed = (position < end) & ((block + 1) * S.kv.block_size > begin)
+        entries = tl.load(table_row + block, mask=needed & (block < table_width), other=-1)
+        lost = tl.max((needed & ((entries < 0) | (entries >= S.kv.num_blocks))).to(tl.int32), 0)
+        tl.store(copy_table + index, tl.where(seen & (lost > 0), -1, index))
     if not seen:
         return
-    ids = block_ids(block_table + tl.cast(seq, tl.int64) * table_width, page, table_width, S.page_size, False, KV)
-    ok = page * S.page_size + tl.arange(0, S.page_size) < kv_len
+    ids = block_ids(table_row, page, table_width, S.page_size, False, KV)
+    ok = position < kv_len
     target = copy + (tl.cast(index, tl.int64) * S.num_kv_heads + kv_head) * (S.page_size * 2 * S.head_size)
     layer_index = tl.load(layer)
     if S.sign_keys:

@@ -4,12 +4,13 @@ import triton
 import triton.language as tl
 
 from .address import matrix_place, side_base
+from .kv_block import lost_blocks
 from .kv_loop import attend_keys
 from .masks import key_bounds, tile_bounds
 from .output import store_rows, zero_padding
 from .query import LOG2E, block_rows, head_scale, load_query, locate_block, score_factor
 from .softmax import initial_state
-from .spec import QueryRows, SequenceKeys
+from .spec import QueryRows, SequenceKeys, SoftmaxState
 
 
 @triton.jit
@@ -101,6 +102,10 @@ def paged_attention_prefill(
     )
     rows = QueryRows(q, source, factor, position, slope, bias_row, ok & (first + row_token < S.bias_rows))
     state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
+    # All rows of a sequence are NaN where one of them needs a block that is not in the cache, so the blocks of all rows are looked at.
+    seq_begin, seq_end, _, _ = key_bounds(context, kv_len - 1, visible_len, S)
+    lost = lost_blocks(keys.table_row, seq_begin, seq_end, table_width, S)
+    state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
     if S.is_quantized:
         value_scale = head_scale(v_scale, layer_index, kv_head, S)
     else:

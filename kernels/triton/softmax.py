@@ -47,14 +47,26 @@ def reloaded_scores(rows, keys, ids, tile, visible, MASKED: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def tanh_of_exponent(t):
+    """tanh(x) from t = 2 x log2(e), with a relative error of 2e-7 at every magnitude.
+
+    1 - 2 / (1 + exp2(t)) reaches -1 and 1 without NaN, but cancels where x is small. There an odd polynomial replaces it, fitted to
+    tanh on |x| < 0.5 (Chebyshev interpolation in t * t).
+    """
+    u = t * t
+    odd = t * (0.34657359 + u * (-0.0138759166 + u * (0.000666248787 + u * (-3.18210841e-05 + u * 1.23580696e-06))))
+    return tl.where(tl.abs(t) < LOG2E, odd, 1.0 - 2.0 / (1.0 + tl.exp2(t)))
+
+
+@triton.jit
 def biased_scores(s, rows, keys, key, visible, MASKED: tl.constexpr, S: tl.constexpr):
     """Base-2 scores after soft cap, ALiBi, bias and mask, -inf for a key that its row does not see; `s` are the products."""
     if S.row_factor:
         s = s * rows.factor[:, None]
     else:
         s = s * rows.factor
-    if S.soft_cap != 0.0:  # cap * tanh(z / cap), with exp2(s) = exp(2 z / cap): neither end overflows into NaN
-        s = (S.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s)))
+    if S.soft_cap != 0.0:
+        s = (S.soft_cap * LOG2E) * tanh_of_exponent(s)
     if S.has_alibi:
         s += rows.slope[:, None] * (key[None, :] - rows.position[:, None]).to(tl.float32)
     if S.bias_columns > 0:

@@ -122,6 +122,11 @@ class AttentionSpec:
         return self.num_heads // self.queries_per_kv_head * self.group_blocks
 
     @property
+    def part_rows(self) -> int:
+        """Rows of partial results: two parts for each program of the decode kernel."""
+        return 2 * self.num_splits * self.head_blocks * self.split_tokens * self.block_heads
+
+    @property
     def kv_row(self) -> int:
         """Elements from a token to the next in keys of shape [T, H, D]."""
         return self.num_heads // self.queries_per_kv_head * self.head_size
@@ -149,7 +154,7 @@ class PageCopySpec:
       num_kv_heads: H.
       head_size: D, a power of two.
       split_tokens: sequences of at most this many query tokens are not copied.
-      window: W, 0 for none.
+      causal, context_only, window: as in `AttentionSpec`.
       page_size: tokens of a page of the copy.
       out_dtype: JAX name of the copy's dtype.
       hardware_fp8: the architecture converts the stored fp8 dtype.
@@ -161,6 +166,8 @@ class PageCopySpec:
     num_kv_heads: int
     head_size: int
     split_tokens: int
+    causal: bool
+    context_only: bool
     window: int
     page_size: int
     out_dtype: str
