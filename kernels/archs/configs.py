@@ -23,7 +23,7 @@ class PrefillConfig:
       reload_query: 0 keeps the query in registers. Otherwise heads wider than this many channels reload the query with every block of keys,
         this many channels at a time, since wide heads leave no registers for it.
       optimistic: masked blocks are attended without NaN safety first, and again with it where a NaN shows in the result.
-      frozen_max: with `optimistic`, the row maximum of the masked blocks stands for all others, where bfloat16 holds the weights.
+      frozen_max: with `optimistic`, the row maximum of the masked blocks is kept for all others, where bfloat16 holds the weights.
       partial_sums: partial row sums that a row keeps while the loop runs; 0 keeps one. With as many as the matrix unit's layout has
         columns in one lane, no sum crosses lanes.
       late_clamp: block ids are clamped when their block is read, not when they are fetched one iteration ahead (pipelined loops on AMD).

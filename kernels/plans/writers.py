@@ -31,7 +31,7 @@ class CacheShape:
     """A cache as a writer sees it; dtypes are JAX names.
 
     Attributes:
-      spec: spec of the cache at hand; under `shard_map` it is the shard's.
+      spec: spec of the cache that the call gets; under `shard_map` it is the shard's.
       dtype: dtype of the cache's buffer; None is `spec.storage_dtype`.
       k_scale_per_head, v_scale_per_head: the scale is [L, H], not [L].
     """

@@ -1,7 +1,7 @@
-"""Runs every Triton kernel's AMD assembly on the CPU, for one architecture: `python tests/amd_emulation.py gfx942 FOLDER_OF_AMDEMU`.
+"""Runs every Triton kernel's AMD assembly on the CPU for one architecture: `python tests/kernels/amd_emulation.py gfx942 FOLDER_OF_AMDEMU`.
 
-A process of its own, because Triton compiles nothing where TRITON_INTERPRET is set. Prints one line of JSON for each case: its name and
-what was wrong, null where nothing was.
+It runs in a process of its own, because Triton compiles nothing in one with TRITON_INTERPRET. It prints one line of JSON for each case: the
+name, and what was wrong or null.
 """
 
 import json

@@ -25,12 +25,12 @@ POSITIONS = 40
 
 
 def table(rotary_dim, dtype=F32):
-    """cos || sin, every entry another number: a wrong row, half or pair shows."""
+    """cos || sin with distinct entries, so that a wrong row, half or pair shows."""
     return np.random.default_rng(7).uniform(-1, 1, (POSITIONS, rotary_dim)).astype(dtype)
 
 
 def slots_of(tokens, spec, seed=3):
-    """Distinct slots; the first token has none, the last lies past the cache."""
+    """Distinct slots. The first token has none, and the last one is past the end of the cache."""
     slots = np.random.default_rng(seed).permutation(spec.num_slots)[:tokens].astype(np.int32)
     slots[0], slots[-1] = -1, spec.num_slots
     return slots
@@ -187,7 +187,7 @@ def test_norm_rope_and_write_are_the_oracles_and_the_pool_holds_the_key_that_com
 
 
 def test_programs_of_several_heads_and_many_tokens_write_what_the_oracle_says():
-    """40 tokens of 4 heads: more than a block of tokens, and two heads a program."""
+    """40 tokens of 4 heads are more than a block of tokens, and a program has two heads."""
     case = {"sizes": (16, 16), "heads": (4, 4), "block_size": 16, "dtype": F32, "content": "flash", "order": "LBHNC", "table": F32}
     _, cache, slots, cos_sin, _ = make_case(case, tokens=40)
     query, key, value = (normal((40, 4, 16), F32, seed) for seed in range(3))
@@ -200,7 +200,7 @@ def test_programs_of_several_heads_and_many_tokens_write_what_the_oracle_says():
 
 @pytest.mark.parametrize("interleaved", (False, True), ids=("runs", "interleaved"))
 def test_each_frequency_of_mrope_takes_the_position_row_of_its_section(interleaved):
-    """cos is the position's number and sin 0: a rotated 1 tells which row it came from."""
+    """cos is the position's number and sin is 0, so a rotated 1 equals the position that it took."""
     section, tokens = (2, 3, 3), 2
     spec = pp.CacheSpec(num_blocks=1, block_size=16, num_kv_heads=1, head_size=16, dtype=jnp.float32)
     cos_sin = np.zeros((30, 16), F32)
@@ -266,7 +266,7 @@ def test_a_log_sum_exp_of_plus_infinity_stands_for_no_keys():
 
 
 WIDE = np.array([2**32 + 3, 3, -1, POSITIONS, -(2**32) + 3, 2**31 + 3], np.int64)
-"""Integers whose low 32 bits are a place that exists, and some that do not need as many."""
+"""Positions of which the second alone is inside; of most others the low 32 bits are inside."""
 
 
 @pytest.mark.parametrize("implementation", ("triton", "xla"))
