@@ -24,9 +24,10 @@ from purepage.functional.errors import UnsupportedError
 from purepage.kernels.archs import amd_archs, arch_facts
 from purepage.kernels.compile_check import Job, ResourceUsage, compile_for, jobs_of
 from purepage.kernels.launch import Program
-from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention, shared_bytes
+from purepage.kernels.plans.attention import plan_paged_attention, shared_bytes
 from purepage.kernels.plans.encoder import EncoderShape, plan_encoder_attention
 from purepage.kernels.plans.merge import MergeShape, plan_merge
+from purepage.kernels.plans.shapes import PagedAttentionShape
 from purepage.kernels.plans.writers import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,8 @@ from purepage.bridges.aiter import package as aiter_package
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.archs import amd_archs, arch_facts
 from purepage.kernels.compile_check import SIMDS, ResourceUsage, compile_job, jobs_of, read_usage
-from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.plans.attention import plan_paged_attention
+from purepage.kernels.plans.shapes import PagedAttentionShape
 
 from . import amd_paper_text, summary
 from .aiter_launches import compile_recorded, launches_of

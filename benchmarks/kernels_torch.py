@@ -24,7 +24,8 @@ from benchmarks import summary
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor
-from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.plans.attention import plan_paged_attention
+from purepage.kernels.plans.shapes import PagedAttentionShape
 from purepage.kernels.triton.run import compile_options, empty_tensor, kernel_of, launch_torch, tensor_descriptor
 
 

@@ -21,9 +21,10 @@ from ..functional.features import Serves
 from ..functional.layout import LAYOUT_PROPERTIES
 from ..kernels.archs import ARCHS
 from ..kernels.launch import Program
-from ..kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from ..kernels.plans.attention import plan_paged_attention
 from ..kernels.plans.encoder import EncoderShape, plan_encoder_attention
 from ..kernels.plans.merge import MergeShape, plan_merge
+from ..kernels.plans.shapes import PagedAttentionShape
 from ..kernels.plans.writers import CacheShape, RopeShape, UpdateShape, plan_rope, plan_update_cache
 
 

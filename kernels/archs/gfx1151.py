@@ -2,6 +2,6 @@
 
 from dataclasses import replace
 
-from . import gfx1100
+from .gfx1100 import ARCH as GFX1100
 
-ARCH = replace(gfx1100.ARCH, name="gfx1151", follows="gfx1100", products={"Ryzen AI Max+ 395": 20, "Radeon 8060S": 20}, num_cus=20)
+ARCH = replace(GFX1100, name="gfx1151", follows="gfx1100", products={"Ryzen AI Max+ 395": 20, "Radeon 8060S": 20}, num_cus=20)

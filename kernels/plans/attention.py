@@ -1,11 +1,9 @@
 """Plans of paged attention: from shapes to launches. Planning needs neither Triton nor a GPU."""
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-from ...functional.cache import CacheSpec
 from ...functional.errors import UnsupportedError, bad_value
 from ..archs import Arch, arch_facts
 from ..archs.choice import config_for, narrowed, over_limits, smaller
@@ -13,87 +11,14 @@ from ..archs.configs import ANY, FP8, KV_DESCRIPTOR, DecodeConfig, PrefillConfig
 from ..launch import Buffer, Descriptor, Launch, Program
 from ..triton.spec import AttentionSpec, KVLayout
 from .page_copy import copied_shape, page_copy_launch, reading_copy, spec_on_copy
+from .shapes import ITEMSIZE, PagedAttentionShape
 from .sizes import ceil_div, next_power_of_two
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 PREFILL_KERNEL = "purepage.kernels.triton.prefill:paged_attention_prefill"
 DECODE_KERNEL = "purepage.kernels.triton.decode:paged_attention_decode"
 REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
 MAX_WINDOW = 2**30
 """No sequence has as many tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PagedAttentionShape:
-    """Everything static about a call of paged attention; hashable. Dtypes are names.
-
-    Attributes:
-      num_tokens, num_seqs, num_heads: T, S, Hq.
-      table_width: M, blocks of a row of the block table.
-      cache: spec of the cache at hand (under `shard_map` the shard's).
-      cache_dtype: dtype of the cache's buffer; None is `cache.storage_dtype`.
-      max_query_len, max_seq_len: upper bounds; `max_seq_len` None is the table's width.
-      qq_bias: shape of the bias, or None.
-      has_score_scale: an f32[1] that multiplies the scores is passed.
-      scales_per_head: `k_scale` and `v_scale` are [L, H], not [L].
-      context_only: only keys before this step's tokens are seen.
-    """
-
-    num_tokens: int
-    num_seqs: int
-    num_heads: int
-    table_width: int
-    cache: CacheSpec
-    cache_dtype: str | None = None
-    query_dtype: str
-    output_dtype: str
-    max_query_len: int
-    max_seq_len: int | None = None
-    causal: bool = True
-    sliding_window: int | None = None
-    logits_soft_cap: float | None = None
-    has_alibi: bool = False
-    has_sinks: bool = False
-    qq_bias: tuple[int, int] | None = None
-    has_score_scale: bool = False
-    scale: float
-    scales_per_head: bool = False
-    has_output_scale: bool = False
-    return_lse: bool = False
-    context_only: bool = False
-
-    @cached_property
-    def group(self) -> int:
-        return self.num_heads // self.cache.num_kv_heads
-
-    @cached_property
-    def head_pad(self) -> int:
-        return max(16, next_power_of_two(self.cache.head_size))
-
-    @cached_property
-    def longest(self) -> int:
-        """Most keys of a sequence."""
-        width = self.table_width * self.cache.block_size
-        return width if self.max_seq_len is None else min(width, self.max_seq_len)
-
-    @cached_property
-    def compute_dtype(self) -> str:
-        """Dtype of the matrix products: the narrowest that holds both operands exactly.
-
-        float16 holds every fp8 value, and converts faster than bfloat16; bfloat16 queries join it row by row, scaled by a power of two.
-        """
-        query, key = self.query_dtype, self.cache.dtype.name
-        if "float32" in (query, key):
-            return "float32"
-        if self.cache.is_quantized:
-            return "float16"
-        if query not in ITEMSIZE or query == key:
-            return key
-        return "float32"
-
-    @cached_property
-    def row_factor(self) -> bool:
-        return self.compute_dtype == "float16" and self.query_dtype == "bfloat16"
 
 
 def kernel_window(window: int | None) -> int:

@@ -10,7 +10,8 @@ from ..archs.choice import config_for, narrowed, over_limits, smaller
 from ..archs.configs import PrefillConfig
 from ..launch import Buffer, Launch, Program
 from ..triton.spec import AttentionSpec, KVLayout
-from .attention import PagedAttentionShape, channels_at_a_time, edge_of, kernel_window, shared_bytes, sums_of
+from .attention import channels_at_a_time, edge_of, kernel_window, shared_bytes, sums_of
+from .shapes import PagedAttentionShape
 from .sizes import ceil_div, next_power_of_two
 
 ENCODER_KERNEL = "purepage.kernels.triton.encoder:encoder_attention"

@@ -1,14 +1,12 @@
 """Plan of the page copy before prefill, where it pays; see `purepage.kernels.triton.page_copy`."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...functional.cache import CacheSpec
 from ..launch import Buffer, Descriptor, Launch
 from ..triton.spec import AttentionSpec, PageCopySpec
-
-if TYPE_CHECKING:
-    from .attention import PagedAttentionShape
+from .shapes import PagedAttentionShape
 
 PAGE_COPY_KERNEL = "purepage.kernels.triton.page_copy:copy_pages"
 PAGE_SIZE = 64
@@ -18,7 +16,7 @@ MAX_BYTES = 1 << 28
 """Largest copy. It has space for every sequence at its maximum length, so batches of many long sequences are not copied."""
 
 
-def copied_shape(shape: "PagedAttentionShape", rows: int) -> "PagedAttentionShape | None":
+def copied_shape(shape: PagedAttentionShape, rows: int) -> PagedAttentionShape | None:
     """The call over a copy of its pages in the query's dtype, or None where the copy can't be exact or would not pay.
 
     Args:
@@ -42,7 +40,7 @@ def copied_shape(shape: "PagedAttentionShape", rows: int) -> "PagedAttentionShap
     return replace(shape, cache=spec, cache_dtype=shape.query_dtype, table_width=width)
 
 
-def page_copy_launch(shape: "PagedAttentionShape", copied: "PagedAttentionShape", spec: AttentionSpec) -> tuple[Launch, dict[str, Buffer]]:
+def page_copy_launch(shape: PagedAttentionShape, copied: PagedAttentionShape, spec: AttentionSpec) -> tuple[Launch, dict[str, Buffer]]:
     """The launch that makes the copy, and the buffers that it writes; `spec` is that of prefill over the cache itself.
 
     Sequences of at most `spec.split_tokens` query tokens are not copied.

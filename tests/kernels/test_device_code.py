@@ -1,4 +1,4 @@
-"""Laws of the sources of the kernels: short parameter lists, and what each parameter of a kernel is."""
+"""Laws of the sources of the kernels: short parameter lists, what each parameter of a kernel is, and imports without a circle."""
 
 import ast
 import dataclasses
@@ -67,3 +67,36 @@ def test_text_among_the_facts_reaches_a_device_function_through_a_local_constexp
         if isinstance(argument, ast.Attribute) and ast.unparse(argument).split(".")[0].isupper() and argument.attr in static_values()
     ]
     assert not direct
+
+
+def imported(path):
+    """Files of `kernels` that a file of it imports at any place, for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1]
+            target = folder.joinpath(*(node.module or "").split(".")) if node.module else folder
+            names = [target / alias.name for alias in node.names] if target.is_dir() else []
+            found |= {file for module in (target, *names) for file in (module.with_suffix(".py"), module / "__init__.py") if file.exists()}
+    return found & set(SOURCES) - {path}
+
+
+def reaches(start):
+    """Every file that `start` imports, directly or not."""
+    seen, waiting = set(), [start]
+    while waiting:
+        new = imported(waiting.pop()) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_of_the_kernels_imports_itself_in_a_circle(path):
+    assert path not in reaches(path)
+
+
+def test_architectures_import_no_plan_and_no_kernel_and_kernels_no_plan():
+    for folder, others in {"archs": ("plans", "triton"), "triton": ("plans", "archs")}.items():
+        for path in (ROOT / "kernels" / folder).glob("*.py"):
+            assert not {file.parent.name for file in reaches(path)} & set(others), path

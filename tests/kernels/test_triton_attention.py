@@ -11,7 +11,8 @@ import pytest
 
 from purepage.functional.testing import assert_close, random_batch
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
-from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.plans.attention import plan_paged_attention
+from purepage.kernels.plans.shapes import PagedAttentionShape
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")

@@ -12,7 +12,8 @@ from purepage import CacheSpec
 from purepage.functional.testing import random_batch
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor, without_descriptors
-from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.plans.attention import plan_paged_attention
+from purepage.kernels.plans.shapes import PagedAttentionShape
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")

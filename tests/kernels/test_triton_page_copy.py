@@ -12,8 +12,9 @@ from purepage import CacheSpec
 from purepage.functional.testing import random_batch
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor
-from purepage.kernels.plans.attention import PagedAttentionShape, plan_paged_attention
+from purepage.kernels.plans.attention import plan_paged_attention
 from purepage.kernels.plans.page_copy import MAX_BYTES, PAGE_COPY_KERNEL
+from purepage.kernels.plans.shapes import PagedAttentionShape
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
