@@ -21,9 +21,8 @@ def functions(path):
 
 
 def parameters(function):
-    """Its parameters, without the one value that holds a kernel's static facts."""
     arguments = function.args
-    return [argument for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if argument.arg != "S"]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
