@@ -1,17 +1,21 @@
 """The `xla` implementation of paged attention and encoder attention: where keys come from, around the loops of `passes` and `tiles`."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize
 from purepage.functional.integers import INT32_MAX
+from purepage.kernels.xla.explicit import axis_sharding, with_explicit_results
 from purepage.kernels.xla.passes import attend
 from purepage.kernels.xla.tiles import Items, Problem, operand_dtype, window_range
 
@@ -196,7 +200,7 @@ _jitted_encoder = jax.jit(_encoder_attention, static_argnames=("platform",))
 
 def paged_attention(call: PagedAttentionCall):
     """(out [T, Hq, D], lse f32[T, Hq]) of a checked call."""
-    return _jitted_paged(call, None, platform=jax.default_backend())
+    return _sharded_paged(call, None)
 
 
 def paged_attention_with_new_tokens(call: PagedAttentionCall, key: Float[Array, "T H D"], value: Float[Array, "T H D"]):
@@ -205,9 +209,27 @@ def paged_attention_with_new_tokens(call: PagedAttentionCall, key: Float[Array, 
     That is what ROCM_ATTN's prefix prefill does: with an fp8 cache its new tokens do not pass through fp8
     (docs/semantics.md, This step's tokens).
     """
-    return _jitted_paged(call, (key, value), platform=jax.default_backend())
+    return _sharded_paged(call, (key, value))
 
 
 def encoder_attention(call: EncoderAttentionCall):
     """out [T, Hq, D] of a checked call, and lse f32[T, Hq] where it asks for that."""
-    return _jitted_encoder(call, platform=jax.default_backend())
+
+    def specs():
+        out, lse = _specs(call.query, axis_sharding(call.key, 1))
+        return (out, lse) if call.return_lse else out
+
+    return with_explicit_results(partial(_jitted_encoder, platform=jax.default_backend()), (call,), specs)
+
+
+def _sharded_paged(call: PagedAttentionCall, new_tokens):
+    attend_all = partial(_jitted_paged, platform=jax.default_backend())
+    heads = call.cache.spec.axes.index("H")
+    return with_explicit_results(attend_all, (call, new_tokens), lambda: _specs(call.query, axis_sharding(call.cache.data, heads)))
+
+
+def _specs(query: Array, kv_heads: Any) -> tuple[PartitionSpec, PartitionSpec]:
+    """Shardings of (out, lse): the query's, its heads sharded as the KV heads are where the query's are not."""
+    tokens, heads, channels = (axis_sharding(query, axis) for axis in range(3))
+    heads = kv_heads if heads is None else heads
+    return PartitionSpec(tokens, heads, channels), PartitionSpec(tokens, heads)

@@ -29,10 +29,9 @@ def scatter(data: Array, sides: tuple[Array, Array], slots: Int[Array, " T"], la
     # A slot outside the cache has a block outside it (division floors), and a window outside is dropped: unlike `.at[]`, nothing wraps.
     at = {"L": layer, "B": slots // spec.block_size}
     if "N" in spec.axes:  # a token's channels lie in one piece, its key beside or before its value
-        rows = [axis for axis in spec.side_axes[0] if axis not in ("L", "B", "N")]
-        both = jnp.stack(sides, axis=1 + rows.index("2"))
-        kept = tuple(axis for axis in spec.axes if axis not in ("L", "B", "N"))
-        return _set(data, both.reshape(slots.shape[0], 1, *spec.extents.shape(kept)), {**at, "N": token}, spec)
+        rows = [axis for axis in spec.axes if axis not in ("L", "B", "N")]
+        both = jnp.concatenate(sides, axis=-1) if "2D" in rows else jnp.stack(sides, axis=1 + rows.index("2"))
+        return _set(data, both[:, None], {**at, "N": token}, spec)
     for side, (bits, lie) in enumerate(zip(sides, spec.side_strides, strict=True)):
         pieces = spec.head_size // lie.d_vector
         start = (
