@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from .cache import CacheSpec, KVCache, cache_from_logical, cache_to_logical, check_cache, to_bits
 from .derivatives import refuse_derivatives
-from .errors import bad_type, bad_value
+from .errors import UnsupportedError, bad_type, bad_value, describe
 from .integers import as_integers, narrow
 from .pytrees import equal_by_value, register_for_export
 
@@ -76,10 +76,13 @@ def gather_blocks(cache: KVCache, block_ids: Any) -> Blocks:
 
     Raises:
       TypeError, ValueError: `block_ids` is not a vector of integers.
+      UnsupportedError: their number is symbolic (`jax.export`).
     """
     cache = refuse_derivatives("gather_blocks", cache)
     spec = check_cache(cache)
     ids = _block_ids("block_ids", block_ids, spec)
+    if not isinstance(ids.shape[0], int):
+        raise UnsupportedError(f"block_ids is {describe(ids)}: the number of blocks is a static field of Blocks, and can't be symbolic")
     axis = spec.axes.index("B")
     taken = _take_blocks(cache, ids, axis)
     mask = jnp.expand_dims(_inside(ids, spec.num_blocks), [i for i in range(taken.ndim) if i != axis])

@@ -95,3 +95,24 @@ def test_a_writer_is_exported_for_any_number_of_tokens(content, order):
         key, value = (jnp.asarray(rng.standard_normal((tokens, 2, 8)), jnp.float32) for _ in "kv")
         slots = jnp.asarray(rng.permutation(48)[:tokens], jnp.int32)
         assert exported.call(cache, key, value, slots) == write(cache, key, value, slots)
+
+
+def test_blocks_are_copied_for_any_number_of_pairs():
+    cache = pp.init_cache(SPEC)
+    (count,) = export.symbolic_shape("n")
+    ids = jax.ShapeDtypeStruct((count,), jnp.int32)
+    exported = export.export(jax.jit(pp.copy_blocks))(cache, ids, ids)
+    filled = pp.update_cache(cache, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), jnp.array([5]))
+    for source, target in (([1], [0]), ([1, 2, 9], [3, 1, 2])):
+        pair = jnp.array(source, jnp.int32), jnp.array(target, jnp.int32)
+        assert exported.call(filled, *pair) == pp.copy_blocks(filled, *pair)
+
+
+def test_what_needs_a_static_number_refuses_a_symbolic_one_by_name():
+    cache, metadata, *_ = arguments()
+    (count,) = export.symbolic_shape("T")
+    attend = lambda q: pp.paged_attention(q, cache, metadata, implementation="xla")  # noqa: E731
+    with pytest.raises(pp.UnsupportedError, match="query"):
+        export.export(jax.jit(attend))(jax.ShapeDtypeStruct((count, 2, 8), jnp.float32))
+    with pytest.raises(pp.UnsupportedError, match="block_ids"):
+        export.export(jax.jit(lambda ids: pp.gather_blocks(cache, ids).data))(jax.ShapeDtypeStruct((count,), jnp.int32))
