@@ -62,7 +62,7 @@ TYPES = """
         "convert": lambda c: pp.convert_cache(c, batch.spec(content="xpacked")).data,
         "attention": lambda c: pp.paged_attention(query, c, metadata, implementation="xla"),
         "cascade": lambda c: pp.cascade_attention(query, c, metadata, common_prefix_len=16, implementation="xla"),
-        "encoder": lambda c: pp.encoder_attention(query, key, value, metadata, implementation="xla"),
+        "encoder": lambda c: pp.encoder_attention(query, key, value, metadata, return_lse=True, implementation="xla")[1],
         "merge": lambda c: pp.merge_attention_states(query, lse, query, lse, implementation="xla")[0],
         "rotary": lambda c: pp.rotary_embedding(positions, query, key, table, implementation="xla")[1],
     }
