@@ -366,7 +366,7 @@ def test_metadata_is_equal_by_value():
     different = [build((1, 1, 5)), build(max_seq_len=9), build(num_tokens=9), replace(one, block_size=None), build(causal=False), None, 3]
     assert all(one != each for each in different)
     assert one != replace(one, seq_lens=one.seq_lens.astype(jnp.int16)) and one != pp.rocm_attn.build(0, one)
-    assert pp.rocm_attn.build(0, one) == pp.rocm_attn.build(0, other) != pp.rocm_attn.build(4, one)
+    assert pp.rocm_attn.build(0, one) == pp.rocm_attn.build(0, other) != pp.rocm_attn.build(0, build(num_tokens=9))
     with pytest.raises(TypeError, match="unhashable"):
         hash(one)
     shapes = jax.eval_shape(lambda: one)
