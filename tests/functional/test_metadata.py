@@ -384,3 +384,19 @@ def test_equality_of_traced_metadata_is_refused():
 def test_the_validator_names_an_argument_of_another_type(option, value):
     with pytest.raises(TypeError, match=option):
         pp.validate_metadata(**{"metadata": build(), "spec": SPEC, option: value})
+
+
+def test_a_decoder_attends_every_token_that_its_encoder_wrote():
+    """Token k of 20 holds k: equal weights give 9.5, in the first step, which writes, and in the next, which does not."""
+    spec = pp.CacheSpec(num_blocks=8, block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
+    table = [[5, 2]]
+    first = pp.cross_metadata([3], [20], table, block_size=16, write=True)
+    value = jnp.broadcast_to(jnp.arange(20.0)[:, None, None], (20, 1, 8))
+    cache = pp.update_cache(pp.init_cache(spec), jnp.zeros((20, 1, 8)), value, first.slot_mapping, implementation="xla")
+    later = pp.cross_metadata([1], [20], table, block_size=16, write=False)
+    assert pp.update_cache(cache, value, value, later.slot_mapping, implementation="xla") == cache
+    for metadata, tokens in ((first, 3), (later, 1)):
+        out = pp.paged_attention(jnp.zeros((tokens, 1, 8)), cache, metadata, implementation="xla")
+        np.testing.assert_allclose(out, 9.5, rtol=1e-6)
+    queries = pp.make_metadata([3], [20], table, block_size=16, causal=False)
+    assert pp.update_cache(cache, value[:3], value[:3], queries.slot_mapping, implementation="xla") == cache
