@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -10,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import jax
-import jaxlib
 
 TARGET = "purepage_launch"
 """Name of the custom call."""
@@ -58,7 +58,7 @@ def library_path() -> Path:
     """Where the built library is kept, in `$XDG_CACHE_HOME/purepage` (default `~/.cache/purepage`), by the source and jaxlib's release."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "purepage"
     major, minor = header_version(jax.ffi.include_dir())
-    digest = hashlib.sha256(SOURCE.read_bytes() + jaxlib.__version__.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("jaxlib").encode()).hexdigest()[:16]
     return folder / f"libpurepage_launch-ffi{major}.{minor}-{digest}.so"
 
 

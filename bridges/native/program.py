@@ -113,7 +113,8 @@ def _arguments(job: Job, metadata: Any, place: Mapping[str, int]) -> Iterator[tu
     for need in ("global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, need, 0):
             raise UnsupportedError(f"{job.launch.kernel} has a {need} of {getattr(metadata, need)}: the native bridge passes no scratch")
-    buffers, descriptors = dict(job.buffers), iter(getattr(metadata, "tensordesc_meta", None) or ())
+    buffers = dict(job.buffers)
+    descriptors: Iterator[Mapping[str, Any]] = iter(getattr(metadata, "tensordesc_meta", None) or ())
     for arg in job.launch.args:
         kind = type_of(arg, buffers)
         if kind == "constexpr":
