@@ -114,14 +114,14 @@ def _arguments(job: Job, metadata: Any, place: Mapping[str, int]) -> Iterator[tu
         if getattr(metadata, need, 0):
             raise UnsupportedError(f"{job.launch.kernel} has a {need} of {getattr(metadata, need)}: the native bridge passes no scratch")
     buffers = dict(job.buffers)
-    descriptors: Iterator[Mapping[str, Any]] = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    descriptors = iter(getattr(metadata, "tensordesc_meta", None) or ())
     for arg in job.launch.args:
         kind = type_of(arg, buffers)
         if kind == "constexpr":
             continue
         if isinstance(arg, Descriptor):
             rows, columns = arg.shape
-            found = next(descriptors)
+            found: Any = next(descriptors)
             layout = found["swizzle"], found["elem_size"]
             yield TENSOR_MAP, place[arg.buffer], TENSOR_MAP_DTYPES[arg.dtype], *layout, rows, columns, *found["block_size"]
             yield from ((INT32, rows), (INT32, columns), (INT64, columns), (INT64, 1))
