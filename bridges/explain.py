@@ -17,6 +17,7 @@ from ..functional import dispatch
 from ..functional.cache import CacheSpec, KVCache, format_bytes
 from ..functional.config import is_array
 from ..functional.errors import bad_type
+from ..functional.literals import Implementation
 from ..functional.target import Target, assuming_target, current_target, named_target
 from ..kernels.launch import Buffer, Launch, Program
 
@@ -99,7 +100,7 @@ def _nbytes(buffer: Buffer) -> int:
 
 
 def explain(
-    function: Callable[..., Any], /, *args: Any, arch: str | None = None, implementation: str | None = None, **kwargs: Any
+    function: Callable[..., Any], /, *args: Any, arch: str | None = None, implementation: Implementation | None = None, **kwargs: Any
 ) -> Explanation:
     """Says which implementation and kernels would run for `function(*args, **kwargs)`, and why the others would not. Nothing is computed.
 

@@ -19,6 +19,7 @@ from ..functional.dispatch import IMPLEMENTATIONS
 from ..functional.errors import UnsupportedError
 from ..functional.fp8 import e4m3_dtype
 from ..functional.fused_writers import rope_and_update_cache
+from ..functional.literals import Content, Order
 from ..functional.target import Target, current_target
 from ..functional.testing import assert_close, random_batch, reference_rope
 
@@ -37,7 +38,7 @@ class Case:
     """
 
     name: str
-    run: Callable[[str], None]
+    run: Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Attention:
 
     made: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    content: str = "packed"
-    order: str = "LBHNC"
+    content: Content = "packed"
+    order: Order = "LBHNC"
 
-    def __call__(self, implementation: str) -> None:
+    def __call__(self, implementation: Any) -> None:
         batch = random_batch(7, **{"num_layers": 2, "dtype": _BF16, "sliding_window": self.options.get("sliding_window"), **self.made})
         cache = batch.cache(content=self.content, order=self.order)
 
@@ -75,11 +76,11 @@ class Write:
     """`update_cache`, or with `rope` the fused rotary writer: live slots hold the values, every other one its old bits."""
 
     rope: bool = False
-    content: str = "packed"
+    content: Content = "packed"
     cache_dtype: Any = None
     dtype: Any = _BF16
 
-    def __call__(self, implementation: str) -> None:
+    def __call__(self, implementation: Any) -> None:
         batch = random_batch(8, dtype=self.dtype, cache_dtype=self.cache_dtype, num_layers=2)
         cache, slots = batch.cache_before(content=self.content), batch.metadata.slot_mapping
         query, key, value = (_finite(x) for x in (batch.query, batch.new_keys[1], batch.new_values[1]))
@@ -116,7 +117,7 @@ def cases(target: Target) -> tuple[Case, ...]:
         "alibi": {"alibi_slopes": slopes},
         "sinks": {"sinks": sinks},
     }
-    grid: dict[str, Callable[[str], None]] = {}
+    grid: dict[str, Callable[[Any], None]] = {}
     for kind in ("decode", "mixed", "chunked", "cross"):
         grid[f"attention, {kind}"] = Attention({"kind": kind})
     for content in ("flash", "xpacked", "xpacked_interleaved_v", "shuffled"):
@@ -142,7 +143,7 @@ def cases(target: Target) -> tuple[Case, ...]:
     return tuple(Case(name, run) for name, run in grid.items())
 
 
-def outcome(case: Case, implementation: str) -> Outcome:
+def outcome(case: Case, implementation: Any) -> Outcome:
     """Runs one case; a kernel that does not compile, or fails in any other way, has failed."""
     try:
         case.run(implementation)

@@ -1,10 +1,10 @@
-"""Types of names and options."""
+"""Closed sets of names, as types, so that a type checker finds a misspelt name; and the options of the attention functions."""
 
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
-Implementation = str
-Content = str
-Order = str
+Implementation = Literal["xla", "pallas", "triton", "aiter"]
+Content = Literal["packed", "xpacked", "xpacked_interleaved_v", "shuffled", "flash"]
+Order = Literal["LBHNC", "LHBNC"]
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -20,6 +20,7 @@ from .calls import PagedAttentionCall
 from .cascade import merge_attention_states, sequence_of_tokens
 from .derivatives import refuse_derivatives
 from .fp8 import quantize
+from .literals import Implementation
 from .metadata import AttentionMetadata
 from .target import current_target
 
@@ -37,7 +38,7 @@ def attention_with_new_tokens(
     cache: KVCache,
     metadata: AttentionMetadata,
     *,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     **options: Any,
 ) -> Float[Array, "T Hq D"]:
     """`paged_attention`, with the new tokens of every sequence of more than one query token read from `key` and `value`.
@@ -69,7 +70,7 @@ def attention_with_new_tokens(
     return out
 
 
-def _in_parts(call: PagedAttentionCall, key: Array, value: Array, implementation: str | None) -> Array:
+def _in_parts(call: PagedAttentionCall, key: Array, value: Array, implementation: Implementation | None) -> Array:
     """Three parts that share no key: the contexts of sequences of several query tokens, their new tokens, and sequences of one query token.
 
     The first has positions in the whole sequence, the second among the new tokens: a window and ALiBi depend on the distance of a key from
@@ -94,7 +95,7 @@ def _in_parts(call: PagedAttentionCall, key: Array, value: Array, implementation
 
 
 def _cache_of_new_tokens(
-    key: Array, value: Array, metadata: AttentionMetadata, implementation: str | None
+    key: Array, value: Array, metadata: AttentionMetadata, implementation: Implementation | None
 ) -> tuple[KVCache, AttentionMetadata]:
     """The new tokens in a scratch cache of their dtype: sequence after sequence, each from a fresh block.
 

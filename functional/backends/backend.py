@@ -21,6 +21,7 @@ from ..config import AttentionConfig, AttentionType, is_array
 from ..errors import UnsupportedError, bad_type, bad_value
 from ..fp8 import e4m3_dtype, kv_cache_dtype, quantize
 from ..fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
+from ..literals import Content, Implementation, Order
 from ..metadata import AttentionMetadata, check_metadata
 from ..new_tokens import attention_with_new_tokens
 from ..target import current_target, named_target
@@ -81,7 +82,7 @@ class Backend:
             self._refuse(self.supports(_layer_of(spec, "auto"), spec))
         return init_plain_cache(spec, k_scale=k_scale, v_scale=v_scale, sharding=sharding)
 
-    def get_kv_cache_stride_order(self, order: str | None = None, *, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+    def get_kv_cache_stride_order(self, order: Order | None = None, *, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """Physical order of the axes of `get_kv_cache_shape`, outermost first.
 
         Args:
@@ -126,7 +127,7 @@ class Backend:
         output_scale: Any = None,
         output_dtype: Any = None,
         output_block_scale: Any = None,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> Float[Array, "T Hq D"]:
         """One layer's attention. Ports the class's `forward`.
 
@@ -197,7 +198,7 @@ class Backend:
         config: AttentionConfig,
         *,
         layer: Any = 0,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> Cache:
         """The cache with this step's keys and values. Ports `do_kv_cache_update`; see `purepage.update_cache`.
 
@@ -236,7 +237,7 @@ class Backend:
         *,
         is_neox: bool = True,
         layer: Any = 0,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], Cache]:
         """Rotary embedding and cache write. Ports `do_rope_and_kv_cache_update`; see `purepage.rope_and_update_cache`.
 
@@ -273,7 +274,7 @@ class Backend:
         eps: float = 1e-6,
         is_neox: bool = True,
         layer: Any = 0,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], Float[Array, "T H D"], Cache]:
         """RMS norm of queries and keys, rotary embedding and cache write. Ports `do_qk_norm_rope_kvcache_update`.
 
@@ -308,7 +309,7 @@ class Backend:
         eps: float = 1e-6,
         is_neox: bool = True,
         layer: Any = 0,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T H D"], Float[Array, "T H D"], Cache]:
         """`qk_norm_rope_and_kv_cache_update` with M-RoPE. Ports `do_qk_norm_mrope_kvcache_update`.
 
@@ -331,8 +332,8 @@ class Backend:
 
     def spec_of(
         self,
-        content: str,
-        order: str | None,
+        content: Content,
+        order: Order | None,
         *,
         num_blocks: int,
         num_kv_heads: int,
@@ -493,7 +494,7 @@ def _check_pair(key: Any, value: Any, num_kv_heads: int, head_size: int, *, fp8:
     return key, value
 
 
-def _store_codes(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, layer: Any, implementation: str | None) -> KVCache:
+def _store_codes(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, layer: Any, implementation: Implementation | None) -> KVCache:
     """Writes fp8 keys or values whose bits are stored as they are; the other side is quantized by its scale.
 
     Codes are numbers of at most 4 significant bits, so that a write of their values at scale 1 stores the same codes. float8_e5m2 also has

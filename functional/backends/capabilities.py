@@ -14,6 +14,7 @@ from ..cache import CacheSpec
 from ..config import AttentionConfig, AttentionType, check_attention_type
 from ..errors import bad_type
 from ..fp8 import KV_CACHE_DTYPES
+from ..literals import Content, Order
 from .hip_gates import arch_name
 
 KV_CACHE_DTYPE_NAMES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -75,9 +76,9 @@ class Capabilities:
     preferred_block_size: int | None
     native_block_sizes: tuple[int, ...]
     attn_types: tuple[AttentionType, ...]
-    contents: tuple[str, ...]
-    layouts: tuple[str, ...]
-    layouts_with_kv_connector: tuple[str, ...]
+    contents: tuple[Content, ...]
+    layouts: tuple[Order, ...]
+    layouts_with_kv_connector: tuple[Order, ...]
     sinks: bool
     sliding_window: bool = True
     non_causal: bool
@@ -146,7 +147,7 @@ class Capabilities:
             return self.preferred_block_size
         return default if self.supports_block_size(default) else self.kernel_block_size_multiple
 
-    def supported_kv_cache_layouts(self, *, kv_connector: bool = False) -> tuple[str, ...]:
+    def supported_kv_cache_layouts(self, *, kv_connector: bool = False) -> tuple[Order, ...]:
         """Orders, preferred first."""
         return self.layouts_with_kv_connector if kv_connector else self.layouts
 

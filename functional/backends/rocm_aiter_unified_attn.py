@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..cache import CacheSpec
 from ..config import AttentionType
 from ..errors import UnsupportedError
+from ..literals import Order
 from .backend import Backend, process_weights_after_loading
 from .capabilities import Capabilities
 from .metadata_builder import RocmAttentionMetadata, build, build_for_drafting
@@ -115,7 +116,7 @@ def cache_spec(
     num_layers: int = 1,
     dtype: Any = jnp.bfloat16,
     kv_cache_dtype: str = "auto",
-    order: str | None = None,
+    order: Order | None = None,
     shuffled: bool = False,
     kv_connector: bool = False,
     arch: str | None = None,

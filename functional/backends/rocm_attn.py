@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ..cache import CacheSpec
 from ..config import AttentionType
+from ..literals import Order
 from .backend import Backend, process_weights_after_loading
 from .capabilities import Capabilities
 from .hip_gates import decode_path, has_native_kv_cache_layout, use_rocm_custom_paged_attention, writer_path
@@ -114,7 +115,7 @@ def cache_spec(
     num_layers: int = 1,
     dtype: Any = jnp.bfloat16,
     kv_cache_dtype: str = "auto",
-    order: str | None = None,
+    order: Order | None = None,
     interleaved_v: bool = False,
     kv_connector: bool = False,
     arch: str | None = None,
