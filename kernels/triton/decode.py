@@ -112,8 +112,6 @@ def paged_attention_decode(
         if part_hi > part_lo:
             context = kv_len - query_len
             ok = is_row & (row_token < query_len)
-            q, source, factor = load_query(query, query_start, row_token, head, ok, scalar_factor, S)
-            state = initial_state(sinks, head, ok, part_lo, S)
             visible_len = context if S.context_only else kv_len
             key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, visible_len, S)
             if S.bias_columns > 0:
@@ -124,11 +122,13 @@ def paged_attention_decode(
             full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
             full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
             table_row = block_table + tl.cast(seq, tl.int64) * table_width
+            lost = lost_blocks(table_row, tl.maximum(lo * S.block_n, key_begin), tl.minimum(hi * S.block_n, key_end), table_width, S)
+            q, source, factor = load_query(query, query_start, row_token, head, ok, scalar_factor, S)
+            state = initial_state(sinks, head, ok, part_lo, S)
+            state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
             keys = SequenceKeys(table_row, table_width, key_base, value_base, None, None, None, key_begin, key_end, context)
             rows = QueryRows(q, source, factor, context + row_token, slope, bias_row, ok & (row_token < S.bias_rows))
             state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
-            lost = lost_blocks(table_row, tl.maximum(lo * S.block_n, key_begin), tl.minimum(hi * S.block_n, key_end), table_width, S)
-            state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
             if part_hi - part_lo == count:
                 token = query_start.to(tl.int64) + row_token
                 store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S)

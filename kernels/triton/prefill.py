@@ -63,9 +63,15 @@ def paged_attention_prefill(
     position = context + first + row_token
     token = (query_start + first).to(tl.int64) + row_token
 
+    # All rows of a sequence are NaN where one of them needs a block that is not in the cache, so the blocks of all rows are looked at.
+    visible_len = context if S.context_only else kv_len
+    table_row = block_table + tl.cast(seq, tl.int64) * table_width
+    seq_begin, seq_end, _, _ = key_bounds(context, kv_len - 1, visible_len, S)
+    lost = lost_blocks(table_row, seq_begin, seq_end, table_width, S)
     factor = score_factor(score_scale, k_scale, layer_index, kv_head, S)
     q, source, factor = load_query(query, query_start + first, row_token, head, ok, factor, S)
     state = initial_state(sinks, head, ok, 0, S)
+    state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
     if S.has_alibi:
         slope = LOG2E * tl.load(alibi_slopes + head, mask=ok, other=0.0)
     else:
@@ -75,7 +81,6 @@ def paged_attention_prefill(
     else:
         bias_row = None
 
-    visible_len = context if S.context_only else kv_len
     key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, visible_len, S)
     if S.bias_columns > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # tiles with a bias are masked: its columns have an end
@@ -89,7 +94,7 @@ def paged_attention_prefill(
         key_place = None
         value_place = None
     keys = SequenceKeys(
-        block_table + tl.cast(seq, tl.int64) * table_width,
+        table_row,
         table_width,
         side_base(cache, layer_index, kv_head, KEY, STORED),
         side_base(cache, layer_index, kv_head, VALUE, STORED),
@@ -102,10 +107,6 @@ def paged_attention_prefill(
     )
     rows = QueryRows(q, source, factor, position, slope, bias_row, ok & (first + row_token < S.bias_rows))
     state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
-    # All rows of a sequence are NaN where one of them needs a block that is not in the cache, so the blocks of all rows are looked at.
-    seq_begin, seq_end, _, _ = key_bounds(context, kv_len - 1, visible_len, S)
-    lost = lost_blocks(keys.table_row, seq_begin, seq_end, table_width, S)
-    state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
     if S.is_quantized:
         value_scale = head_scale(v_scale, layer_index, kv_head, S)
     else:

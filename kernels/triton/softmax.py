@@ -66,7 +66,10 @@ def biased_scores(s, rows, keys, key, visible, MASKED: tl.constexpr, S: tl.const
     else:
         s = s * rows.factor
     if S.soft_cap != 0.0:
-        s = (S.soft_cap * LOG2E) * tanh_of_exponent(s)
+        if S.rounds_past_tanh:
+            s = (S.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + tl.exp2(s)))
+        else:
+            s = (S.soft_cap * LOG2E) * tanh_of_exponent(s)
     if S.has_alibi:
         s += rows.slope[:, None] * (key[None, :] - rows.position[:, None]).to(tl.float32)
     if S.bias_columns > 0:

@@ -141,6 +141,11 @@ class AttentionSpec:
         return self.bias_columns == 0 and (self.block_tokens == 1 or (not self.causal and self.window == 0))
 
     @property
+    def rounds_past_tanh(self) -> bool:
+        """Operands of 16 bits or fewer round the scores by more than a plain tanh does, whose error is 1.2e-7 of the cap at every score."""
+        return self.soft_cap <= 64 and "float32" not in (self.query_dtype, self.kv.dtype)
+
+    @property
     def plain_scores(self) -> bool:
         """Scores are only scaled."""
         return self.soft_cap == 0.0 and not self.has_alibi and self.bias_columns == 0
