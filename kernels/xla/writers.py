@@ -7,6 +7,7 @@ reshaped: where an axis has size 1 (one KV head a device), XLA gives a reshape a
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from purepage.functional.cache import CacheSpec, KVCache, to_bits
@@ -22,8 +23,20 @@ def stored_bits(values: Float[Array, "T H D"], scale: Float[Array, "..."], layer
     return to_bits(quantize(values, of_layer[:, None] if of_layer.ndim else of_layer, spec.dtype), spec)
 
 
+def divided_like(bits: Array, data: Array, spec: CacheSpec) -> Array:
+    """Bits [T, H, D] with their heads over the mesh axes of explicit sharding that the cache's heads are over.
+
+    A fused writer makes them from heads that are packed in one axis, which is not divided.
+    """
+    heads = jax.typeof(data).sharding.spec[spec.axes.index("H")]
+    if heads is None or jax.typeof(bits).sharding.spec[1] == heads:
+        return bits
+    return jax.sharding.reshard(bits, PartitionSpec(None, heads, None))
+
+
 def scatter(data: Array, sides: tuple[Array, Array], slots: Int[Array, " T"], layer: Int[Array, ""], spec: CacheSpec) -> Array:
     """`data` with the (key, value) bits [T, H, D] of each token in its slot; tokens whose slot is not in the cache are dropped."""
+    sides = divided_like(sides[0], data, spec), divided_like(sides[1], data, spec)
     slots = slots[:, None]
     token = slots % spec.block_size
     # A slot outside the cache has a block outside it (division floors), and a window outside is dropped: unlike `.at[]`, nothing wraps.
