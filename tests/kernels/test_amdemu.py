@@ -15,6 +15,8 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = ROOT.parent / "shared"
 ARCHS = amd_archs(configured_alone=True)
+QUICK = ("gfx942", "gfx1100")
+"""One of each wave size; the others take a minute each, and `make test-all` runs them."""
 CASES = 12
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [arch if arch in QUICK else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS])
 def test_the_emulated_assembly_of_every_kernel_gives_the_oracles_result(arch):
     command = [sys.executable, str(ROOT / "tests" / "kernels" / "amd_emulation.py"), arch, str(EMULATOR)]
     done = run(command, environment={"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"})
