@@ -20,7 +20,7 @@ from jaxtyping import Array
 from ...functional.calls import PagedAttentionCall
 from ..callback import call_torch
 from . import package as package
-from .views import Pages, native_page, page_table, pages, token_sequences
+from .views import Pages, native_page, page_table, pages, token_sequences, with_lost_rows
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def paged_decode(call: PagedAttentionCall) -> tuple[Array, None]:
     operator, arrays = plan_paged_decode(call)
     results = [jax.ShapeDtypeStruct(arrays["query"].shape, jnp.float32)]
     (rows,) = call_torch(operator, [arrays[name] for name in operator.names], results)
-    sequence, visible = token_sequences(call.metadata, call.query.shape[0])
+    sequence, _ = token_sequences(call.metadata, call.query.shape[0])
     out = jnp.take(rows, sequence, axis=0)
     if call.cache.spec.is_quantized:
         out = out * _of_query_heads(call.cache.v_scale[call.layer], call)
-    return jnp.where(visible[:, None, None], out, 0.0).astype(call.output_dtype), None
+    return with_lost_rows(out, call).astype(call.output_dtype), None
 
 
 def plan_paged_decode(call: PagedAttentionCall) -> tuple[PagedDecode, dict[str, Array]]:

@@ -29,7 +29,7 @@ from ...functional.target import Target
 from ..callback import call_torch
 from . import package as package
 from .rules import SPLIT_KERNEL_FROM, splits_a_sequence, splits_every_decode, takes_score_scale
-from .views import TILE, Pages, native_page, page_table, pages, token_sequences, window_table
+from .views import TILE, Pages, native_page, page_table, pages, token_sequences, window_table, with_lost_rows
 
 _MASKED_PAGE = 8
 """Smaller than every tile, so that no tile is exactly one page."""
@@ -85,12 +85,11 @@ def unified_attention(target: Target, call: PagedAttentionCall) -> tuple[Array, 
     late_scale = _scales_values_late(call)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32 if late_scale else call.output_dtype)]
     (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)
-    sequence, visible = token_sequences(call.metadata, call.query.shape[0])
     if rows == "sequences":
-        out = jnp.take(out, sequence, axis=0)
+        out = jnp.take(out, token_sequences(call.metadata, call.query.shape[0])[0], axis=0)
     if late_scale:
         out = (out * call.cache.v_scale[call.layer]).astype(call.output_dtype)
-    return jnp.where(visible[:, None, None], out, jnp.zeros((), out.dtype)), None
+    return with_lost_rows(out, call), None
 
 
 def plan_unified_attention(call: PagedAttentionCall, target: Target) -> tuple[UnifiedAttention, dict[str, Array], str]:

@@ -18,9 +18,10 @@ from math import prod
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ...functional.cache import CacheSpec
+from ...functional.calls import PagedAttentionCall
 from ...functional.layout import layout_of
 from ...functional.metadata import AttentionMetadata
 
@@ -156,6 +157,25 @@ def window_table(
     block = jnp.clip(positions // spec.block_size, 0, table.shape[1] - 1)
     physical = jnp.clip(jnp.take_along_axis(table, block, axis=1), 0, spec.num_blocks - 1)
     return view.units(physical, layer) + positions % spec.block_size
+
+
+def lost_sequences(call: PagedAttentionCall) -> Bool[Array, " S"]:
+    """Sequences with a visible position in a block outside the cache: their rows are NaN. AITER reads another block there."""
+    metadata, spec = call.metadata, call.cache.local_spec
+    starts, lengths, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
+    oldest = lengths - (starts[1:] - starts[:-1])  # position of the first query
+    first = jnp.zeros_like(oldest) if call.sliding_window is None else jnp.maximum(oldest - (call.sliding_window - 1), 0)
+    column = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+    needed = (column >= (first // spec.block_size)[:, None]) & (column < (-(-lengths // spec.block_size))[:, None])
+    return jnp.any(needed & ((table < 0) | (table >= spec.num_blocks)), axis=1)
+
+
+def with_lost_rows(out: Float[Array, "T Hq D"], call: PagedAttentionCall) -> Float[Array, "T Hq D"]:
+    """`out` with 0 for tokens that see no key, and NaN for those of `lost_sequences`."""
+    sequence, visible = token_sequences(call.metadata, call.query.shape[0])
+    lost = lost_sequences(call)[sequence]
+    out = jnp.where(lost[:, None, None], jnp.asarray(jnp.nan, out.dtype), out)
+    return jnp.where(visible[:, None, None], out, jnp.zeros((), out.dtype))
 
 
 def token_sequences(metadata: AttentionMetadata, tokens: int) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:

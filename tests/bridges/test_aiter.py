@@ -92,6 +92,25 @@ def test_every_feature(kind, options):
 
 @needs_package
 @on_cpu
+@pytest.mark.parametrize("lost", [-1, 10_000])
+def test_a_needed_block_outside_the_cache_makes_its_sequence_nan_and_no_other(lost):
+    """The oracle gives NaN rows there; without the rule AITER's kernel would read another sequence's block."""
+    batch = random_batch(21, kind="decode", dtype=F16, num_seqs=3, max_seq_len=70)
+    lengths = np.asarray(batch.metadata.seq_lens)
+    sequence = int(np.argmax(lengths))
+    table = np.asarray(batch.metadata.block_table).copy()
+    table[sequence, 0] = lost
+    out = pp.paged_attention(batch.query, batch.cache(), replace(batch.metadata, block_table=jnp.asarray(table)), implementation="aiter")
+    starts = np.asarray(batch.metadata.query_start_loc)
+    broken = np.zeros(len(out), bool)
+    broken[starts[sequence] : starts[sequence + 1]] = True
+    expected, _ = batch.reference()
+    assert broken.any() and np.all(np.isnan(np.asarray(out, np.float32)[broken]))
+    assert_close(np.asarray(out)[~broken], expected[~broken], dtype=F16)
+
+
+@needs_package
+@on_cpu
 def test_alibi_beside_sinks_where_a_sequence_has_one_query():
     check(random_batch(3, kind="decode", dtype=F16), alibi_slopes=[0.5, 0.25, 0.1, 1.0], sinks=[0.3, -1.0, 5.0, 2.0])
 
