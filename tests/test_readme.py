@@ -75,7 +75,9 @@ ROWS: dict[str, Callable[[Capabilities], str]] = {
     "fused rope + write": yes("fused_rope_kvcache"),
     "fused qk-norm + rope + write": yes("fused_qk_norm_rope_kvcache"),
     "fused qk-norm + mrope + write": yes("fused_qk_norm_mrope_kvcache"),
-    "this step's tokens": lambda c: "at full precision, from key and value" if c.full_precision_new_tokens else "from the cache",
+    "this step's tokens": lambda c: (
+        "at full precision, from key and value, where a sequence has more than one" if c.full_precision_new_tokens else "from the cache"
+    ),
 }
 
 
