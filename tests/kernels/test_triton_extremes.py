@@ -41,6 +41,7 @@ def test_the_soft_cap_keeps_the_relative_error_of_tanh_at_every_magnitude():
     np.testing.assert_allclose(out.numpy(), wanted, rtol=4e-7, atol=0)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e3, 1e5, 1e7, 1e9])
 def test_soft_caps_of_every_decade(cap, kind):
@@ -50,6 +51,7 @@ def test_soft_caps_of_every_decade(cap, kind):
     attention.check(batch, logits_soft_cap=cap)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [2**30, 2**31 - 2, 2**31 - 1])
 @pytest.mark.parametrize("kind", ["mixed", "decode", "cross"])
 def test_a_window_wider_than_any_sequence_is_none(kind, window):
@@ -92,6 +94,7 @@ PATHS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("block", LOST)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("place", ["first", "last"])

@@ -38,11 +38,13 @@ def check(batch, **options):
     attention.check(batch, rows={"tiled": ROW, "split": SPLIT}, look=goes_over_a_copy, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("content, order", [(c, o) for c in ("xpacked", "xpacked_interleaved_v", "shuffled") for o in ("LBHNC", "LHBNC")])
 def test_pages_of_every_layout_in_vectors(content, order):
     check(random_batch(31, dtype=BF16, num_layers=2, **LONG), layer=1, content=content, order=order)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("query, cache", [(BF16, E4M3), (BF16, E5M2), (F16, E4M3Z), (F16, E5M2Z)], ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("scales", ["layer", "head"])
 def test_pages_in_fp8_with_the_scales_of_their_layer(query, cache, scales):
@@ -54,6 +56,7 @@ def test_a_negative_scale_of_the_scores(cache):
     check(random_batch(35, dtype=BF16, cache_dtype=cache, **LONG), scale=-0.2, content="xpacked")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "options",
     [
