@@ -26,7 +26,8 @@ def sources() -> dict[str, Path]:
     """Name inside a wheel of each file that belongs there."""
     files = {f"purepage/{path.name}": path for path in (ROOT / "src/purepage").iterdir() if path.suffix in (".py", ".typed")}
     for package in LINKED:
-        files |= {f"purepage/{path.relative_to(ROOT).as_posix()}": path for path in (ROOT / package).rglob("*.py")}
+        found = [path for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".cc")]
+        files |= {f"purepage/{path.relative_to(ROOT).as_posix()}": path for path in found}
     return files
 
 
@@ -149,4 +150,4 @@ def test_pyright_follows_an_editable_install_from_a_users_folder(checkout, tmp_p
     report = json.loads(run(command, environment={"PYTHONPATH": None}, cwd=folder).stdout)
     assert report["summary"]["errorCount"] == 0, report
     revealed = [diagnostic["message"] for diagnostic in report["generalDiagnostics"] if diagnostic["severity"] == "information"]
-    assert [text.partition(" is ")[2] for text in revealed] == ['"KVCache"', '"type[Launch]"', '"type[Arch]"']
+    assert [text.partition(" is ")[2] for text in revealed] == ['"KVCache"', '"type[Launch]"', '"type[Target]"']

@@ -47,7 +47,7 @@ from .functional import (
     validate_metadata,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionConfig",
