@@ -16,7 +16,7 @@ PROGRAM = """
     import torch
     import triton.language as tl
     from benchmarks.aiter_launches import POINTERS, Recorded, compile_recorded
-    from purepage.bridges import aiter_package
+    from purepage.bridges.aiter import package as aiter_package
     from triton.runtime.jit import JITFunction
 
     POINTERS["int64"] = "i64"
