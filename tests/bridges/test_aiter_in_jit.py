@@ -29,8 +29,10 @@ def one_short_batch(monkeypatch):
 
 def test_a_run_leaves_a_row_for_each_way_and_names_no_folder(tmp_path):
     path = tmp_path / "rows.json"
-    assert script.main(["--cpu", "--budget-s", "inf", "--json", str(path), "--only", TINY.name, "rope"]) == 0
-    content = json.loads(path.read_text())
+    full = tmp_path / "full"
+    assert script.main(["--cpu", "--budget-s", "inf", "--json", str(path), "--raw", str(full), "--only", TINY.name, "rope"]) == 0
+    content = json.loads((full / path.name).read_text())
+    assert len(json.loads(path.read_text())["rows"]) == len(content["rows"])
     assert {"command", "date", "machine", "seconds", "xla_flags"} <= set(content) and str(tmp_path) not in json.dumps(content)
     found = {(r["kind"], r["contender"], r["switches"]): r for r in content["rows"]}
     wanted = {("attention", "purepage triton", ""), ("writer", "purepage triton", "")}
