@@ -24,6 +24,7 @@ from ...functional.cache import CacheSpec
 from ...functional.calls import PagedAttentionCall
 from ...functional.layout import layout_of
 from ...functional.metadata import AttentionMetadata
+from ...kernels.xla.attention import needs_missing_block
 
 INT32_MAX = 2**31 - 1
 TILE = 64
@@ -162,12 +163,17 @@ def window_table(
 def lost_sequences(call: PagedAttentionCall) -> Bool[Array, " S"]:
     """Sequences with a visible position in a block outside the cache: their rows are NaN. AITER reads another block there."""
     metadata, spec = call.metadata, call.cache.local_spec
-    starts, lengths, table = metadata.query_start_loc, metadata.seq_lens, metadata.block_table
-    oldest = lengths - (starts[1:] - starts[:-1])  # position of the first query
-    first = jnp.zeros_like(oldest) if call.sliding_window is None else jnp.maximum(oldest - (call.sliding_window - 1), 0)
-    column = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-    needed = (column >= (first // spec.block_size)[:, None]) & (column < (-(-lengths // spec.block_size))[:, None])
-    return jnp.any(needed & ((table < 0) | (table >= spec.num_blocks)), axis=1)
+    query_lens = metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]
+    return needs_missing_block(
+        query_lens,
+        metadata.seq_lens - query_lens,
+        metadata.seq_lens,
+        metadata.block_table,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        sliding_window=call.sliding_window,
+        causal=True,
+    )
 
 
 def with_lost_rows(out: Float[Array, "T Hq D"], call: PagedAttentionCall) -> Float[Array, "T Hq D"]:

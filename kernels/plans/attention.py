@@ -72,15 +72,6 @@ def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_o
         candidate = following
 
 
-def refusals(shape: PagedAttentionShape, arch: str) -> tuple[str, ...]:
-    """Why the kernels can't serve this shape on `arch`; empty where they can."""
-    try:
-        plan_paged_attention(shape, arch)
-    except UnsupportedError as error:
-        return (str(error).removeprefix("triton: "),)
-    return ()
-
-
 def plan_paged_attention(
     shape: PagedAttentionShape,
     arch: str,

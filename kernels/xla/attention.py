@@ -108,12 +108,19 @@ class OverlaidSource:
         return jnp.where(is_new, key, old_key * k_scale), jnp.where(is_new, value, old_value * v_scale)
 
 
-def _needs_missing_block(problem: Problem, table: Int[Array, "S M"], num_blocks: int, block_size: int) -> Bool[Array, " S"]:
-    """Which sequences have a position that some query may see in a block outside [0, num_blocks)."""
-    starts = problem.query_start_loc
-    first = problem.contexts
-    last = first + (starts[1:] - starts[:-1]) - 1
-    start, stop = window_range(first, last, jnp.zeros_like(first), problem.lengths, problem.sliding_window, causal=problem.causal)
+def needs_missing_block(
+    query_lens: Int[Array, " S"],
+    contexts: Int[Array, " S"],
+    lengths: Int[Array, " S"],
+    table: Int[Array, "S M"],
+    *,
+    num_blocks: int,
+    block_size: int,
+    sliding_window: int | None,
+    causal: bool,
+) -> Bool[Array, " S"]:
+    """Which sequences have a position below `lengths` that some query may see in a block outside [0, num_blocks)."""
+    start, stop = window_range(contexts, contexts + query_lens - 1, jnp.zeros_like(contexts), lengths, sliding_window, causal=causal)
     column = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
     needed = (column >= (start // block_size)[:, None]) & (column < (-(-stop // block_size))[:, None])
     return jnp.any(needed & ((table < 0) | (table >= num_blocks)), axis=1)
@@ -158,7 +165,17 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     )
     # Positions that are read from the new tokens need no block.
     cached = problem if new_tokens is None else replace(problem, lengths=jnp.minimum(problem.lengths, jnp.maximum(contexts, 0)))
-    problem = replace(problem, invalid=_needs_missing_block(cached, table, spec.num_blocks, spec.block_size))
+    invalid = needs_missing_block(
+        starts[1:] - starts[:-1],
+        contexts,
+        cached.lengths,
+        table,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        sliding_window=call.sliding_window,
+        causal=metadata.causal,
+    )
+    problem = replace(problem, invalid=invalid)
     out, lse = attend(problem, platform)
     if v_scale is not None and spec.is_quantized:
         out = out * jnp.repeat(v_scale, call.query.shape[1] // spec.num_kv_heads)[None, :, None]
