@@ -1,5 +1,6 @@
 """Settings that must come before the first import, and fixtures that several test files share."""
 
+import importlib.util
 import os
 import textwrap
 
@@ -18,13 +19,22 @@ import purepage as pp
 from purepage.testing import assert_close, random_batch
 """
 
+_WITHOUT_TRITON = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
+
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="runs slow tests, and every case of sampled ones: hours (make test-all)")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out tests marked `slow` and most cases of those marked `sampled`, unless --all or the name of a test (`::`) is given."""
+    """Skips cases that need what is not installed, and leaves out slow tests and most cases of sampled ones.
+
+    A case whose parameter `implementation` is "triton" needs torch and triton. Tests marked `slow` and most cases of those marked `sampled`
+    run with --all, or where the name of a test (`::`) is given.
+    """
+    for item in items:
+        if _WITHOUT_TRITON and hasattr(item, "callspec") and item.callspec.params.get("implementation") == "triton":
+            item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(_WITHOUT_TRITON)}"))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
     left_out = {item for item in items if item.get_closest_marker("slow")}

@@ -16,9 +16,6 @@ RELATIVE = 4e-6
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request):
-    if request.param == "triton":
-        pytest.importorskip("torch")
-        pytest.importorskip("triton")
     return request.param
 
 

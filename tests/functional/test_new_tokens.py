@@ -29,9 +29,6 @@ SLOPES = np.array([0.5, 0.25, 0.125, -0.1], np.float32)
 @pytest.fixture(params=["xla", "triton"])
 def implementation(request, monkeypatch):
     """`xla` is made to attend in parts, as an implementation without a one-pass kernel does."""
-    if request.param == "triton":
-        pytest.importorskip("torch")
-        pytest.importorskip("triton")
     monkeypatch.setattr(new_tokens, "ONE_PASS", "no_such_operation")
     return request.param
 
