@@ -8,6 +8,7 @@
 The oracle takes plain NumPy arrays and logical caches `[B, N, H, D]`, and shares no code with the library.
 """
 
+from .batch_options import BatchOptions, Dtypes, Lengths, Masks, Pool, Scores, Shape
 from .batches import BIASES, KINDS, SCALES, Batch, random_batch
 from .reference_attention import reference_attention, reference_encoder_attention, reference_merge, round_to, to_float64
 from .reference_cache import mrope_rows, quantize, reference_address, reference_qk_norm_rope, reference_rope, reference_update_cache
@@ -19,6 +20,13 @@ __all__ = [
     "SCALES",
     "TOLERANCES",
     "Batch",
+    "BatchOptions",
+    "Dtypes",
+    "Lengths",
+    "Masks",
+    "Pool",
+    "Scores",
+    "Shape",
     "Tolerance",
     "assert_close",
     "mrope_rows",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +10,12 @@ from jaxtyping import Float, Int
 
 from ..cache import FP8_DTYPES, CacheSpec, KVCache, cache_from_logical
 from ..errors import bad_value
+from ..literals import Content, Order
 from ..metadata import AttentionMetadata
-from .reference_attention import reference_attention, round_to
+from .batch_options import BatchOptions, Bias, Dtypes, Lengths, Masks, Pool, Scales, Shape, grouped
+from .reference_attention import reference_attention, round_to, to_float64
 from .reference_cache import quantize
+from .tolerances import assert_close
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +24,11 @@ class Batch:
 
     Attributes:
       query: [T, Hq, D]; rows of padding tokens are NaN.
-      new_keys, new_values: [L, T, H, D], this step's new tokens of each layer in the model's dtype; rows of padding tokens are NaN.
+      new_keys, new_values: [L, T, H, D] and [L, T, H, Dv], this step's new tokens of each layer in the model's dtype; rows of padding
+        tokens are NaN.
       positions: i32[T], position of each token in its sequence; 0 for padding.
-      key_cache, value_cache: [L, B, N, H, D] logical caches *after* this step's write, in the cache's dtype; every unused slot is NaN.
+      key_cache, value_cache: [L, B, N, H, D] and [L, B, N, H, Dv], logical caches *after* this step's write, in the cache's dtype; every
+        unused slot is NaN.
       query_lens, seq_lens: [S] host ints, padded sequences included.
       metadata: query starts, lengths, table and slots as JAX arrays.
       k_scale, v_scale: f32[L] or f32[L, H]; 1 unless the cache is fp8.
@@ -31,14 +36,19 @@ class Batch:
       sliding_window: the window that the batch was made for, or None.
       key_range: i32[T] first and past the last key of each token, or None.
       qq_bias: f32[Lq, Lk] or f32[S, Lq, Lk], or None.
+      scale, logits_soft_cap: on the scores, or None.
+      alibi_slopes, sinks: f32[Hq], or None.
+      content, order: the layout that `spec` and `cache` have unless told otherwise.
+
+    NaN stands for zero where the batch was asked for with `unused="zero"`.
     """
 
     query: Float[np.ndarray, "T Hq D"]
     new_keys: Float[np.ndarray, "L T H D"]
-    new_values: Float[np.ndarray, "L T H D"]
+    new_values: Float[np.ndarray, "L T H Dv"]
     positions: Int[np.ndarray, " T"]
     key_cache: Float[np.ndarray, "L B N H D"]
-    value_cache: Float[np.ndarray, "L B N H D"]
+    value_cache: Float[np.ndarray, "L B N H Dv"]
     query_lens: Int[np.ndarray, " S"]
     seq_lens: Int[np.ndarray, " S"]
     metadata: AttentionMetadata
@@ -48,6 +58,12 @@ class Batch:
     sliding_window: int | None = None
     key_range: tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]] | None = None
     qq_bias: Float[np.ndarray, "*S Lq Lk"] | None = None
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    alibi_slopes: Float[np.ndarray, " Hq"] | None = None
+    sinks: Float[np.ndarray, " Hq"] | None = None
+    content: Content = "packed"
+    order: Order = "LBHNC"
 
     @property
     def key(self) -> Float[np.ndarray, "T H D"]:
@@ -55,7 +71,7 @@ class Batch:
         return self.new_keys[0]
 
     @property
-    def value(self) -> Float[np.ndarray, "T H D"]:
+    def value(self) -> Float[np.ndarray, "T H Dv"]:
         """This step's values of layer 0."""
         return self.new_values[0]
 
@@ -70,6 +86,29 @@ class Batch:
         given = {"sliding_window": self.sliding_window, "key_range": self.key_range, "qq_bias": self.qq_bias}
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """All that the batch was made for, masks and scores, as keyword arguments of attention and of `reference`."""
+        given = {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks", "q_scale")}
+        return {**self.masks, **{name: value for name, value in given.items() if value is not None}}
+
+    def pick(self, *names: str) -> dict[str, Any]:
+        """`options`, for a kernel that takes these alone.
+
+        Args:
+          names: the options that the kernel takes.
+
+        Returns:
+          The options of those names; one that the batch does not have is left out.
+
+        Raises:
+          NotImplementedError: the batch has another option, which the kernel would leave out.
+        """
+        others = [name for name in self.options if name not in names]
+        if others:
+            raise NotImplementedError(f"the kernel takes no {', '.join(others)}")
+        return self.options
+
     def spec(self, **changes: Any) -> CacheSpec:
         """The cache's spec; `content` and `order` may be given."""
         layers, blocks, size, heads, dim = self.key_cache.shape
@@ -80,7 +119,11 @@ class Batch:
             "num_kv_heads": heads,
             "head_size": dim,
             "dtype": self.key_cache.dtype,
+            "content": self.content,
+            "order": self.order,
         }
+        if self.value_cache.shape[-1] != dim:
+            extents["head_size_v"] = self.value_cache.shape[-1]
         return CacheSpec(**{**extents, **changes})
 
     def cache(self, spec: CacheSpec | None = None, **changes: Any) -> KVCache:
@@ -114,6 +157,56 @@ class Batch:
             metadata.block_table,
             **{**given, **options},
         )
+
+    def score_size(self, layer: int = 0) -> Float[np.ndarray, "T Hq"]:
+        """A bound of the terms that a score of each row sums: |scale| * |q| * max |k| plus its biases. 0 for padding.
+
+        The error of a score in float32 is in proportion to it, and is the relative error of its key's weight: see `assert_close`.
+        """
+        tokens, heads, dim = self.query.shape
+        factor = abs((dim**-0.5 if self.scale is None else self.scale) * (1.0 if self.q_scale is None else self.q_scale))
+        size = np.zeros((tokens, heads))
+        group = heads // self.key_cache.shape[3]
+        starts, table = (np.asarray(x) for x in (self.metadata.query_start_loc, self.metadata.block_table))
+        N = self.key_cache.shape[2]
+        for s, n in enumerate(map(int, self.seq_lens)):
+            rows, k = slice(starts[s], starts[s + 1]), np.arange(n)
+            keys = to_float64(self.key_cache[layer, table[s, k // N], k % N]) * self.k_scale[layer].reshape(1, -1, 1)
+            norms = np.sqrt(np.sum(np.where(np.isfinite(keys), keys, 0.0) ** 2, axis=-1))
+            longest = np.repeat(np.max(norms, axis=0, initial=0.0), group)
+            size[rows] = factor * np.linalg.norm(to_float64(self.query[rows]), axis=-1) * longest
+            if self.alibi_slopes is not None:
+                size[rows] += np.abs(self.alibi_slopes) * n
+            if self.qq_bias is not None:
+                size[rows] += np.max(np.abs(self.qq_bias), where=np.isfinite(self.qq_bias), initial=0.0)
+        return size
+
+    def check(self, out: Any, lse: Any = None, *, layer: int = 0, compute_dtype: Any = None, padding: bool = True, what: str = "") -> None:
+        """Asserts that a kernel's result for this batch and its `options` is right, within a tolerance that follows the size of the scores.
+
+        Args:
+          out: [T, Hq, Dv] in the dtype that the kernel chose.
+          lse: f32[T, Hq], natural log; not compared where it is None.
+          layer: the layer that was attended.
+          compute_dtype: see `tolerance`; default the query's, or the model's if the output is wider.
+          padding: False leaves the rows of padding tokens out.
+          what: names the comparison in the message.
+
+        Raises:
+          AssertionError: a row is wrong; rows that must be NaN (a NaN key that the row sees) are not compared.
+        """
+        expected, expected_lse = self.reference(layer, **self.options)
+        wanted = ~np.isnan(expected_lse).any(1) & (padding | (np.arange(len(expected)) < self.num_tokens))
+        size = self.score_size(layer)[wanted]
+        given = {"scores": size, "what": what}
+        found = np.asarray(out)
+        if found.shape != expected.shape:
+            raise AssertionError(f"{what}{': ' if what else ''}shape is {found.shape}, not {expected.shape}")
+        if compute_dtype is None and self.query.dtype.itemsize < found.dtype.itemsize:
+            compute_dtype = self.query.dtype
+        assert_close(found[wanted], expected[wanted], dtype=found.dtype, compute_dtype=compute_dtype, **given)
+        if lse is not None:
+            assert_close(np.asarray(lse)[wanted], expected_lse[wanted], dtype="lse", **given)
 
 
 def _prefill(rng: np.random.Generator, most_new: int, most: int) -> tuple[int, int]:
@@ -156,42 +249,14 @@ KINDS: Mapping[str, tuple[Callable[[np.random.Generator, int, int], tuple[int, i
 """Sequences of a batch, drawn in turn and then shuffled: each is (new tokens, tokens in the cache)."""
 
 
-SCALES = ("one", "layer", "head")
+SCALES = get_args(Scales)
 """Scales of an fp8 cache: 1 in every layer, one a layer, one a layer and KV head."""
 
-BIASES = (None, "shared", "each")
+BIASES = (None, *get_args(Bias))
 """Biases between this step's tokens: none, one table for all sequences, one for each."""
 
 
-def random_batch(
-    seed: int,
-    *,
-    kind: str = "mixed",
-    num_seqs: int = 5,
-    query_lens: Sequence[int] | None = None,
-    seq_lens: Sequence[int] | None = None,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
-    block_size: int = 16,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_size: int = 32,
-    num_layers: int = 1,
-    dtype: Any = np.float32,
-    query_dtype: Any = None,
-    cache_dtype: Any = None,
-    scales: str = "layer",
-    causal: bool = True,
-    sliding_window: int | None = None,
-    key_range: bool = False,
-    qq_bias: str | None = None,
-    poison_newest: bool = False,
-    padding_tokens: int = 3,
-    padding_seqs: int = 1,
-    spare_blocks: int = 3,
-    share_prefixes: bool = True,
-    common_prefix_blocks: int = 0,
-) -> Batch:
+def random_batch(seed: int, **options: Unpack[BatchOptions]) -> Batch:
     """A ragged batch whose every shape follows from the options alone, so that one trace serves all seeds.
 
     Blocks are shuffled over the pool, sequences share prefix blocks, table entries that no position needs are -1, 2**31 - 1 or num_blocks.
@@ -200,154 +265,102 @@ def random_batch(
 
     Args:
       seed: everything is a function of it and of the options.
-      kind: one of `KINDS`: "mixed" (a chunk, a decode, a prefill, an empty sequence, one without new tokens, and again), "decode",
-        "prefill", "chunked", or "cross" (not causal, query lengths independent of the cached ones, one of four sequences empty, nothing to
-        write).
-      num_seqs: sequences before padding.
-      query_lens, seq_lens: exact lengths, in order, in place of drawn ones; `kind` then says only whether the batch is "cross". Either may
-        be given alone: queries are then the whole sequence (1 for "decode").
-      max_query_len: most new tokens of one sequence; static in the metadata (1 for "decode"). Default 12, or the longest given.
-      max_seq_len: most tokens of one sequence, at least 2; static in the metadata. Default 60, or the longest given.
-      block_size, num_heads, num_kv_heads, head_size, num_layers: N, Hq, H, D, L.
-      dtype: the model's dtype, of the new keys and values.
-      query_dtype: default `dtype`; an fp8 dtype gives codes and a `q_scale`.
-      cache_dtype: default `dtype`.
-      scales: one of `SCALES`.
-      causal: False sees the whole sequence; "cross" is never causal.
-      sliding_window: the window that the batch is for: keys before the window of every query are NaN, as freed blocks may be.
-      key_range: draws a range of keys for each token, some empty: `batch.key_range`.
-      qq_bias: one of `BIASES`: draws `batch.qq_bias` with -inf in a quarter of it and in one whole column.
-      poison_newest: the last key and value of each sequence with several queries are NaN: under causality its last row alone is NaN.
-      padding_tokens, padding_seqs: how many at least; T is rounded up to a multiple of 8 unless `padding_tokens` is 0.
-      spare_blocks: blocks of the pool that no sequence owns.
-      share_prefixes: sequences with at least one whole block of context may share their first blocks with another.
-      common_prefix_blocks: this many blocks lead every sequence (cascade attention); empty and new sequences are then left out.
+      options: those of six groups, which document them: `Lengths` (kind, exact or drawn lengths, padding), `Shape` (extents and layout),
+        `Dtypes`, `Masks`, `Scores`, `Pool` (blocks, tables, what unused slots hold).
 
     Returns:
-      The batch. `batch.masks` holds the keyword arguments of its masks: without them results are NaN.
+      The batch. `batch.options` holds the keyword arguments of its masks and scores: without the masks results are NaN.
 
     Raises:
       ValueError: an option is none of its closed set, or the exact lengths don't fit each other or the maxima.
+      TypeError: there is no such option.
     """
-    for name, value, known in (("kind", kind, tuple(KINDS)), ("scales", scales, SCALES), ("qq_bias", qq_bias, BIASES)):
-        if value not in known:
-            bad_value(name, value, f"one of {', '.join(map(repr, known))}")
+    wanted, shape, dtypes, masks, scores, pool = grouped(options)
     rng = np.random.default_rng([seed, 20240229])
-    N, L, D = block_size, num_layers, head_size
-    dtype, cache_dtype = np.dtype(dtype), np.dtype(cache_dtype or dtype)
-    query_dtype = np.dtype(query_dtype or dtype)
-    common = common_prefix_blocks * N
-    writes = kind != "cross"
-    causal = causal and writes
-    if query_lens is None and seq_lens is None:
-        most_query, most_seq = 12 if max_query_len is None else max_query_len, 60 if max_seq_len is None else max_seq_len
-        makers = tuple(m for m in KINDS[kind] if not common or m in (_chunk, _decode, _cross))
-        drawn = [makers[i % len(makers)](rng, most_query, most_seq - common) for i in range(num_seqs)]
-        pairs = [(drawn[i][0], drawn[i][1] + common) for i in rng.permutation(num_seqs)]
-        most_query = 1 if kind == "decode" else most_query
-        most_total = num_seqs * most_query
-    else:
-        pairs, most_query, most_seq = _exact_lengths(kind, query_lens, seq_lens, max_query_len, max_seq_len, common)
-        num_seqs, most_total = len(pairs), sum(q for q, _ in pairs)
-    lens = np.array([*pairs, *[(0, 0)] * padding_seqs], np.int64).reshape(-1, 2)
+    writes = wanted.kind != "cross"
+    causal = masks.causal and writes
+    common = pool.common_prefix_blocks * shape.block_size
+    pairs, most_query, most_seq, most_total = _lengths(rng, wanted, common)
+    lens = np.array([*pairs, *[(0, 0)] * wanted.padding_seqs], np.int64).reshape(-1, 2)
     queries, lengths = lens[:, 0], lens[:, 1]
-    total, count = int(queries.sum()), len(lens)
-    T = -(-(most_total + padding_tokens) // 8) * 8 if padding_tokens else total
-    contexts = np.maximum(lengths - queries, 0) if writes else lengths
-
-    width = -(-most_seq // N)
-    num_blocks = num_seqs * width + spare_blocks
-    free = list(map(int, rng.permutation(num_blocks)))
-    table = rng.choice(np.array([-1, 2**31 - 1, num_blocks], np.int64), (count, width + 2))
-    for s in range(num_seqs):
-        needed = -(-int(lengths[s]) // N)
-        shared = common_prefix_blocks if s else 0
-        donor = 0
-        if share_prefixes and s and not common and rng.random() < 0.5:
-            donor = int(rng.integers(0, s))
-            shared = int(min(contexts[donor], contexts[s]) // N)
-        table[s, :shared] = table[donor, :shared]
-        table[s, shared:needed] = [free.pop() for _ in range(needed - shared)]
-
     starts = np.concatenate([[0], np.cumsum(queries)])
-    ranges = _key_ranges(seed, starts, lengths, T) if key_range else None
-    bias = None if qq_bias is None else _biases(seed, count if qq_bias == "each" else None, most_query)
-    positions, slots = np.zeros(T, np.int64), np.full(T, -1, np.int64)
-    used = np.zeros((num_blocks, N), bool)
-    for s, (q, n) in enumerate(zip(queries, lengths, strict=True)):
-        rows = slice(starts[s], starts[s + 1])
-        row_ranges = None if ranges is None else ranges[:, rows]
-        table_bias = bias[s] if bias is not None and bias.ndim == 3 else bias
-        seen = _seen(int(q), int(n), causal, sliding_window, row_ranges, table_bias)
-        k = np.flatnonzero(seen.any(0)) if q else np.arange(n)
-        if poison_newest and q > 1:
-            k = k[k != n - 1]
-        used[table[s, k // N], k % N] = True
-        new = np.arange(n - q, n) if writes else np.arange(q)
-        positions[rows] = np.maximum(new, 0)
-        if writes:
-            slots[rows] = np.where(new < 0, -1, table[s, new // N] * N + new % N)
+    total = int(starts[-1])
+    T = -(-(most_total + wanted.padding_tokens) // 8) * 8 if wanted.padding_tokens else total
 
-    def draw(*shape: int) -> np.ndarray:
-        return round_to(rng.standard_normal(shape), dtype)
+    contexts = np.maximum(lengths - queries, 0) if writes else lengths
+    width = -(-most_seq // shape.block_size)
+    num_blocks = len(pairs) * width + pool.spare_blocks
+    table = _table(rng, lengths, contexts, len(pairs), width, num_blocks, shape.block_size, pool)
 
-    live = slots >= 0
-    written = slots[live]
-    hidden = np.flatnonzero(live)[~used[written // N, written % N]]
-    news, caches, factors = [], [], []
-    for _ in range(2):
-        new = draw(L, T, num_kv_heads, D)
-        new[:, total:] = np.nan
-        stored = draw(L, num_blocks, N, num_kv_heads, D)
-        stored[:, written // N, written % N] = new[:, live]
-        scale = _scales(rng, scales if cache_dtype in FP8_DTYPES else "one", L, num_kv_heads)
-        stored = quantize(stored, cache_dtype, scale.reshape(L, 1, 1, -1, 1))
-        stored[:, ~used] = np.nan
-        new[:, hidden] = np.nan
-        news.append(new)
-        caches.append(stored)
-        factors.append(scale)
+    ranges = _key_ranges(seed, starts, lengths, T) if masks.key_range else None
+    bias = None if masks.qq_bias is None else _biases(seed, len(lens) if masks.qq_bias == "each" else None, most_query)
+    positions, slots = _places(starts, lengths, table, T, shape.block_size, writes)
+    used = _used(starts, lengths, table, (num_blocks, shape.block_size), causal, masks, ranges, bias)
 
-    q_scale = None
-    query = rng.standard_normal((T, num_heads, D))
-    if query_dtype in FP8_DTYPES:
-        q_scale = 0.05
-        query = round_to(query / q_scale, query_dtype, saturate=True)
-    else:
-        query = round_to(query, query_dtype)
-    query[total:] = np.nan
+    filler = np.nan if pool.unused == "nan" else 0.0
+    sides = [
+        _side(rng, size or shape.head_size, (T, total, num_blocks), slots, used, shape, dtypes, filler)
+        for size in (shape.head_size, shape.head_size_v)
+    ]
+    if masks.poison_newest and filler == 0.0:
+        _poison(sides, queries, lengths, table, slots, starts, shape.block_size)
+    query, q_scale = _query(rng, (T, shape.num_heads, shape.head_size), dtypes.query_dtype)
+    query[total:] = filler
     metadata = AttentionMetadata(
         *(jnp.array(array, jnp.int32) for array in (starts, lengths, table, slots)),
         max_query_len=most_query,
         max_seq_len=most_seq,
         causal=causal,
-        block_size=N,
+        block_size=shape.block_size,
     )
+    extras = np.random.default_rng([seed, 3])
+    slopes, sinks = (extras.standard_normal(shape.num_heads).astype(np.float32) for _ in range(2))
     return Batch(
         query=query,
-        new_keys=news[0],
-        new_values=news[1],
+        new_keys=sides[0].new,
+        new_values=sides[1].new,
         positions=positions.astype(np.int32),
-        key_cache=caches[0],
-        value_cache=caches[1],
+        key_cache=sides[0].stored,
+        value_cache=sides[1].stored,
         query_lens=queries,
         seq_lens=lengths,
         metadata=metadata,
-        k_scale=factors[0],
-        v_scale=factors[1],
+        k_scale=sides[0].scale,
+        v_scale=sides[1].scale,
         q_scale=q_scale,
-        sliding_window=sliding_window,
+        sliding_window=masks.sliding_window,
         key_range=None if ranges is None else (ranges[0].astype(np.int32), ranges[1].astype(np.int32)),
         qq_bias=bias,
+        scale=scores.scale,
+        logits_soft_cap=scores.logits_soft_cap,
+        alibi_slopes=0.3 * slopes if scores.alibi else None,
+        sinks=sinks if scores.sinks else None,
+        content=shape.content,
+        order=shape.order,
     )
 
 
-def _exact_lengths(
-    kind: str, query_lens: Sequence[int] | None, seq_lens: Sequence[int] | None, most_query: int | None, most_seq: int | None, common: int
-) -> tuple[list[tuple[int, int]], int, int]:
+def _lengths(rng: np.random.Generator, wanted: Lengths, common: int) -> tuple[list[tuple[int, int]], int, int, int]:
+    """(query and sequence length) of each sequence, the metadata's two maxima, and the most tokens that any seed may have."""
+    if wanted.query_lens is not None or wanted.seq_lens is not None:
+        pairs, most_query, most_seq = _exact_lengths(wanted, common)
+        return pairs, most_query, most_seq, sum(q for q, _ in pairs)
+    most_query = 12 if wanted.max_query_len is None else wanted.max_query_len
+    most_seq = 60 if wanted.max_seq_len is None else wanted.max_seq_len
+    makers = tuple(maker for maker in KINDS[wanted.kind] if not common or maker in (_chunk, _decode, _cross))
+    if not makers:
+        bad_value("common_prefix_blocks", common, f"0 with kind {wanted.kind!r}, whose sequences have no context")
+    drawn = [makers[i % len(makers)](rng, most_query, most_seq - common) for i in range(wanted.num_seqs)]
+    pairs = [(drawn[i][0], drawn[i][1] + common) for i in rng.permutation(wanted.num_seqs)]
+    most_query = 1 if wanted.kind == "decode" else most_query
+    return pairs, most_query, most_seq, wanted.num_seqs * most_query
+
+
+def _exact_lengths(wanted: Lengths, common: int) -> tuple[list[tuple[int, int]], int, int]:
     """Pairs of lengths as they were given, and the maxima of the metadata."""
+    query_lens, seq_lens, most_query, most_seq = wanted.query_lens, wanted.seq_lens, wanted.max_query_len, wanted.max_seq_len
     lengths = list(seq_lens if seq_lens is not None else query_lens or ())
-    queries = list(query_lens) if query_lens is not None else [min(1, n) for n in lengths] if kind == "decode" else lengths
+    queries = list(query_lens) if query_lens is not None else [min(1, n) for n in lengths] if wanted.kind == "decode" else lengths
     if len(queries) != len(lengths):
         bad_value("query_lens", queries, f"as long as seq_lens, which has {len(lengths)}")
     for name, lens, most, least in (("seq_lens", lengths, most_seq, common), ("query_lens", queries, most_query, 0)):
@@ -358,6 +371,135 @@ def _exact_lengths(
     pairs = [(int(q), int(n)) for q, n in zip(queries, lengths, strict=True)]
     longest_query, longest = (max(lens, default=1) for lens in (queries, lengths))
     return pairs, max(1, longest_query) if most_query is None else most_query, max(1, longest) if most_seq is None else most_seq
+
+
+def _table(
+    rng: np.random.Generator,
+    lengths: np.ndarray,
+    contexts: np.ndarray,
+    num_seqs: int,
+    width: int,
+    num_blocks: int,
+    block_size: int,
+    pool: Pool,
+) -> np.ndarray:
+    """The block table, int64 [S, width + 2]: each sequence's blocks, some shared, and padding entries."""
+    free = list(map(int, rng.permutation(num_blocks)))
+    table = rng.choice(np.array([-1, 2**31 - 1, num_blocks], np.int64), (len(lengths), width + 2))
+    if pool.table_padding == "zero":
+        table[:] = 0
+    for s in range(num_seqs):
+        needed = -(-int(lengths[s]) // block_size)
+        shared = pool.common_prefix_blocks if s else 0
+        donor = 0
+        if pool.share_prefixes and s and not pool.common_prefix_blocks and rng.random() < 0.5:
+            donor = int(rng.integers(0, s))
+            shared = int(min(contexts[donor], contexts[s]) // block_size)
+        table[s, :shared] = table[donor, :shared]
+        table[s, shared:needed] = [free.pop() for _ in range(needed - shared)]
+    return table
+
+
+def _places(
+    starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, tokens: int, block_size: int, writes: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Position and slot of each token, int64 [T]; 0 and -1 for padding."""
+    positions, slots = np.zeros(tokens, np.int64), np.full(tokens, -1, np.int64)
+    for s, n in enumerate(map(int, lengths)):
+        rows, q = slice(starts[s], starts[s + 1]), int(starts[s + 1] - starts[s])
+        new = np.arange(n - q, n) if writes else np.arange(q)
+        positions[rows] = np.maximum(new, 0)
+        if writes:
+            slots[rows] = np.where(new < 0, -1, table[s, new // block_size] * block_size + new % block_size)
+    return positions, slots
+
+
+def _used(
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    table: np.ndarray,
+    pool_shape: tuple[int, int],
+    causal: bool,
+    masks: Masks,
+    ranges: np.ndarray | None,
+    bias: np.ndarray | None,
+) -> np.ndarray:
+    """Which slots [B, N] a query sees. A sequence without queries is taken to be seen whole."""
+    used, block_size = np.zeros(pool_shape, bool), pool_shape[1]
+    for s, n in enumerate(map(int, lengths)):
+        rows, q = slice(starts[s], starts[s + 1]), int(starts[s + 1] - starts[s])
+        row_ranges = None if ranges is None else ranges[:, rows]
+        table_bias = bias[s] if bias is not None and bias.ndim == 3 else bias
+        seen = _seen(q, n, causal, masks.sliding_window, row_ranges, table_bias)
+        k = np.flatnonzero(seen.any(0)) if q else np.arange(n)
+        if masks.poison_newest and q > 1:
+            k = k[k != n - 1]
+        used[table[s, k // block_size], k % block_size] = True
+    return used
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Keys or values: new [L, T, H, d], stored [L, B, N, H, d], scale [L] or [L, H]."""
+
+    new: np.ndarray
+    stored: np.ndarray
+    scale: np.ndarray
+
+
+def _side(
+    rng: np.random.Generator,
+    size: int,
+    extents: tuple[int, int, int],
+    slots: np.ndarray,
+    used: np.ndarray,
+    shape: Shape,
+    dtypes: Dtypes,
+    filler: float,
+) -> _Side:
+    """One side of the cache; `extents` are T, the tokens without padding, and B."""
+    (T, total, num_blocks), N, H, L = extents, shape.block_size, shape.num_kv_heads, shape.num_layers
+    live = slots >= 0
+    written = slots[live]
+    hidden = np.flatnonzero(live)[~used[written // N, written % N]]
+    new = round_to(rng.standard_normal((L, T, H, size)), dtypes.dtype)
+    new[:, total:] = filler
+    stored = round_to(rng.standard_normal((L, num_blocks, N, H, size)), dtypes.dtype)
+    stored[:, written // N, written % N] = new[:, live]
+    scale = _scales(rng, dtypes.scales if dtypes.cache_dtype in FP8_DTYPES else "one", L, H)
+    stored = quantize(stored, dtypes.cache_dtype, scale.reshape(L, 1, 1, -1, 1))
+    stored[:, ~used] = filler
+    new[:, hidden] = filler
+    return _Side(new, stored, scale)
+
+
+def _poison(
+    sides: Sequence[_Side],
+    queries: np.ndarray,
+    lengths: np.ndarray,
+    table: np.ndarray,
+    slots: np.ndarray,
+    starts: np.ndarray,
+    block_size: int,
+) -> None:
+    """Makes the newest key and value of each sequence with several queries NaN, where unused slots are not."""
+    for s, (q, n) in enumerate(zip(map(int, queries), map(int, lengths), strict=True)):
+        if q > 1 and n:
+            for side in sides:
+                side.stored[:, table[s, (n - 1) // block_size], (n - 1) % block_size] = np.nan
+                if slots[starts[s + 1] - 1] >= 0:
+                    side.new[:, starts[s + 1] - 1] = np.nan
+
+
+def _query(rng: np.random.Generator, shape: tuple[int, int, int], dtype: np.dtype) -> tuple[np.ndarray, float | None]:
+    """The query, and the factor of an fp8 one."""
+    query = rng.standard_normal(shape)
+    if dtype in FP8_DTYPES:
+        return round_to(query / _Q_SCALE, dtype, saturate=True), _Q_SCALE
+    return round_to(query, dtype), None
+
+
+_Q_SCALE = 0.05
 
 
 def _seen(

@@ -78,6 +78,7 @@ def assert_close(
     what: str = "",
     compute_dtype: Any = None,
     lse: Any = None,
+    scores: Any = None,
     equal_nan: bool = False,
 ) -> None:
     """Asserts that `actual` is `expected` within the one tolerance of its dtype.
@@ -90,6 +91,8 @@ def assert_close(
       compute_dtype: see `tolerance`.
       lse: the oracle's log-sum-exp, of the shape of `expected` without its last axis: scores of hundreds allow the output the error that
         float32 scores have. By default scores are taken to be small.
+      scores: in place of `lse`, a bound of the terms that the scores of each row sum (`Batch.score_size`), of the same shape; with "lse" of
+        the shape of `expected`. It also covers scores whose large terms cancel.
       equal_nan: NaN passes where both sides have it. By default no NaN passes, not even an expected one.
 
     Raises:
@@ -110,7 +113,10 @@ def assert_close(
     found, wanted = found.astype(np.float64), wanted.astype(np.float64)
     magnitude = np.where(np.isfinite(wanted), np.abs(wanted), 0.0)
     row = np.max(magnitude, axis=-1, keepdims=True) if wanted.ndim else magnitude
-    bound = bounds.ulp * magnitude + (bounds.row + _score_error(lse)) * row + bounds.floor
+    if isinstance(dtype, str) and dtype == "lse":
+        bound = bounds.ulp * magnitude + bounds.floor + (0.0 if scores is None else _score_error(scores)[..., 0])
+    else:
+        bound = bounds.ulp * magnitude + (bounds.row + _score_error(lse if scores is None else scores)) * row + bounds.floor
     finite = np.isfinite(found) & np.isfinite(wanted)
     error = np.where(finite, np.abs(np.where(finite, found, 0.0) - np.where(finite, wanted, 0.0)), np.inf)
     error[~finite & (found == wanted)] = 0.0
@@ -131,9 +137,7 @@ def assert_close(
     raise AssertionError("\n  ".join(lines))
 
 
-def _score_error(lse: Any) -> np.ndarray | float:
-    """The relative error of softmax weights whose scores are as large as `lse`, for each row; 0 for small scores."""
-    if lse is None:
-        return 0.0
-    size = np.abs(np.asarray(lse, np.float64))[..., None]
+def _score_error(scores: Any) -> np.ndarray:
+    """The relative error [..., 1] of softmax weights whose scores are of this size, for each row; 0 for small scores."""
+    size = np.abs(np.asarray(0.0 if scores is None else scores, np.float64))[..., None]
     return TOLERANCES["lse"].ulp * np.where(np.isfinite(size), size, 0.0)
