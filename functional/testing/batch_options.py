@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, get_args
 import jax.numpy as jnp
 import numpy as np
 
-from ..cache import CACHE_DTYPES, FP8_DTYPES
+from ..cache import CACHE_DTYPES
 from ..config import check_positive_int
 from ..errors import bad_type, bad_value
 from ..literals import Content, Order
@@ -18,7 +18,6 @@ Bias = Literal["shared", "each"]
 Unused = Literal["nan", "zero"]
 TablePadding = Literal["wild", "zero"]
 
-MODEL_DTYPES = tuple(dtype for dtype in CACHE_DTYPES if dtype not in FP8_DTYPES)
 """Dtypes of a model's activations: float32, float16, bfloat16."""
 
 
@@ -85,7 +84,7 @@ class Dtypes:
     """What is stored in which dtype.
 
     Attributes:
-      dtype: the model's dtype, of the new keys and values: float32, float16 or bfloat16.
+      dtype: the dtype of the new keys and values: the model's, or an fp8 dtype.
       query_dtype: default `dtype`; an fp8 dtype gives codes and a `q_scale`.
       cache_dtype: default `dtype`.
       scales: of an fp8 cache: "one" (1 in every layer), one a "layer", one a layer and KV "head".
@@ -97,7 +96,7 @@ class Dtypes:
     scales: Scales = "layer"
 
     def __post_init__(self) -> None:
-        own = _dtype("dtype", self.dtype, MODEL_DTYPES)
+        own = _dtype("dtype", self.dtype, CACHE_DTYPES)
         object.__setattr__(self, "dtype", own)
         for name in ("query_dtype", "cache_dtype"):
             given = getattr(self, name)

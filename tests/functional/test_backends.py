@@ -99,6 +99,7 @@ def test_rocm_attn_attends_new_tokens_at_full_precision_beside_an_fp8_cache(case
             assert_close(out, batch.reference(**options)[0], dtype=F32)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("cache_dtype", [F32, E4M3], ids=str)
 @pytest.mark.parametrize("kind", ["chunked", "decode", "mixed"])

@@ -286,6 +286,7 @@ def test_json_of_no_spec_is_refused(text, words):
         pp.CacheSpec.from_json(text)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_block_may_be_of_any_size_that_its_vectors_divide(content):
     """1 is vLLM's page-size probe."""

@@ -37,6 +37,7 @@ STEP = """
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("content", "order", "dtype"),
     [("packed", "LBHNC", "np.float32"), ("shuffled", "LHBNC", "jnp.float8_e4m3fn"), ("flash", "LBHNC", "jnp.bfloat16")],

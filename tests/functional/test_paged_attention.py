@@ -203,6 +203,7 @@ def blocks_of_their_number(num_blocks=3, content="packed"):
     return pp.cache_from_logical(spec, jnp.zeros(values.shape, jnp.float32), jnp.asarray(values, jnp.float32))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("content", ["packed", "xpacked", "flash"])
 @pytest.mark.parametrize("outside", [-1, 3, 7, -(2**31), 2**31 - 1])
 def test_a_needed_block_outside_the_pool_makes_its_sequence_nan_and_no_other(outside, content):
@@ -299,6 +300,7 @@ def test_soft_cap_is_a_real_tanh_after_the_scale():
         np.testing.assert_allclose(pp.paged_attention(query, cache, metadata, logits_soft_cap=off, implementation="xla"), 1.0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cap", [1.2e-38, 1e-30, 1e-12, 1e-3, 1.0, 30.0, 1e3, 1e5, 1e9, 1e12, 1e18, 1e20, 1e30, 1e36, 3.4e38])
 def test_the_soft_cap_keeps_float32s_relative_error_over_every_decade(cap):
     """A lone key's lse is its score: cap * tanh(score / cap), over 14 decades of score, against float64."""

@@ -216,7 +216,7 @@ def test_any_head_size(size, kind):
 RELOADED = {"tiled": PrefillConfig(16, 16, 1, 1, reload_query=32), "split": DecodeConfig(16, 1, 1, 2, 16, reload_query=32)}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("content", ["packed", "xpacked", "xpacked_interleaved_v"])
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 @pytest.mark.parametrize("query, cache, size", [(F32, F32, 80), (BF16, E4M3, 128), (BF16, E4M3Z, 80), (E4M3, E4M3, 64)])
@@ -226,13 +226,14 @@ def test_wide_heads_may_meet_some_channels_at_a_time(query, cache, size, kind, c
     check(random_batch(11, kind=kind, sliding_window=30, **made), content=content, rows=RELOADED, sliding_window=30, scale=-0.1)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("block", [8, 16, 32, 48, 112])
 @pytest.mark.parametrize("content", ["packed", "xpacked", "xpacked_interleaved_v", "flash"])
 def test_any_block_size(block, content):
     check(random_batch(8, dtype=BF16, block_size=block, max_seq_len=150, num_seqs=3), content=content)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_cus", [1, 3, 64])
 def test_any_number_of_shares_gives_the_same_result(num_cus):
     check(random_batch(9, kind="decode", dtype=F32, num_seqs=7, max_seq_len=200), num_cus=num_cus, sinks=[0.0, 1.0, 2.0, -3.0])

@@ -30,7 +30,7 @@ FEATURES = {
 LONG = {"max_query_len": 40, "max_seq_len": 100}
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("content", ["packed", "shuffled"])

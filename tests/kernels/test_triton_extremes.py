@@ -94,7 +94,7 @@ PATHS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("block", LOST)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("place", ["first", "last"])
