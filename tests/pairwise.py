@@ -34,13 +34,16 @@ def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int = 0, tries: int 
 def sample(cases: Sequence[Sequence[Any]], count: int, *, seed: int = 0) -> list[int]:
     """Places, in order, of `count` of the given cases: they cover every value of every factor first, then most pairs.
 
-    A single factor is a range: its cases are taken at equal distances, both ends among them.
+    Cases of one mapping each, as `pairwise` makes them, have its keys as factors. Any other single factor is a range: its cases are taken
+    at equal distances, both ends among them.
 
     Args:
       cases: the values of each case, a factor at the same place in all of them; compared by `repr`.
       count: how many; more are taken where that many don't hold every value.
       seed: decides between cases that cover as much.
     """
+    if cases and all(len(case) == 1 and isinstance(case[0], Mapping) and case[0].keys() == cases[0][0].keys() for case in cases):
+        cases = [tuple(case[0].values()) for case in cases]
     if cases and len(cases[0]) == 1:
         return sorted({int(place) for place in np.linspace(0, len(cases) - 1, min(count, len(cases))).round()})
     order = [int(place) for place in np.random.default_rng(seed).permutation(len(cases))]

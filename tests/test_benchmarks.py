@@ -157,6 +157,7 @@ def test_a_table_of_results_is_made_from_its_summary(path):
     assert path.read_text() == report.markdown(json.loads(path.with_suffix(".json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_summary_a_table_and_charts_and_names_no_folder(tmp_path, monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("on a GPU the command itself is run")

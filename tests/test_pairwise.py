@@ -29,6 +29,8 @@ def test_a_sample_holds_every_value_and_more_pairs_than_a_run_of_neighbours():
 def test_a_sample_grows_until_every_value_is_in_it_and_never_past_the_cases():
     assert sample([(0, value) for value in range(5)], 2) == [0, 1, 2, 3, 4]
     assert sample([(value,) for value in range(5)], 2) == [0, 4] and sample([(value,) for value in range(9)], 3) == [0, 4, 8]
+    rows = [({"a": a, "b": b},) for a in range(3) for b in range(3)]
+    assert {rows[place][0]["a"] for place in sample(rows, 3)} == {rows[place][0]["b"] for place in sample(rows, 3)} == {0, 1, 2}
     assert sample([(1,), (2,)], 10) == [0, 1] and sample([], 3) == []
 
 

@@ -49,7 +49,7 @@ def planned(row):
     return {"rows": {"tiled": row, "split": SPLIT}, "look": look}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("unused", UNUSED)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC"), ("flash", "LHBNC")])

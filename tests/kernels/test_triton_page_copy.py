@@ -56,7 +56,7 @@ def test_a_negative_scale_of_the_scores(cache):
     check(random_batch(35, dtype=BF16, cache_dtype=cache, **LONG), scale=-0.2, content="xpacked")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,6 +70,7 @@ def test_masks_and_sequences_of_every_kind(kind, options):
     check(random_batch(33, kind=kind, dtype=BF16, cache_dtype=E4M3, max_seq_len=150, max_query_len=70), **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block_size", [8, 24, 128])
 def test_pages_of_any_size(block_size):
     check(random_batch(34, dtype=BF16, block_size=block_size, **LONG), content="xpacked")

@@ -30,6 +30,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MASKS)
 def test_long_prompts_meet_every_mask(name):
     kind, dtype, options = MASKS[name]
@@ -77,6 +78,7 @@ def test_a_value_that_is_not_finite_reaches_the_queries_that_see_it_and_no_other
     np.testing.assert_allclose(out[position:][..., others], clean[position:][..., others], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 1, CHUNK + 9, CHUNK + TILE + 1])
 def test_each_tile_reads_each_chunk_that_it_sees_once(window, monkeypatch):
     context, new = CHUNK + 45, 2 * TILE + 30
