@@ -1,7 +1,9 @@
 """Options of a random batch: closed sets, groups, layouts, scores and masks that go with it, and the comparison that follows its scores."""
 
 from dataclasses import fields, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -64,8 +66,10 @@ def test_a_layout_that_is_asked_for_is_the_caches(order):
 def test_the_options_of_a_batch_are_those_of_attention(scores):
     batch = random_batch(3, sliding_window=9, **SCORES[scores])
     assert len(batch.options) == 2 and batch.masks == {"sliding_window": 9}
-    out, lse = pp.paged_attention(batch.query, batch.cache(), batch.metadata, return_lse=True, implementation="xla", **batch.options)
-    batch.check(out, lse)
+    out, lse = batch.reference(**batch.options)
+    batch.check(out.astype(np.float32), lse.astype(np.float32))
+    with pytest.raises(AssertionError):
+        batch.check(out.astype(np.float32), lse.astype(np.float32) + np.float32(1e-3))
     with pytest.raises(AssertionError):
         batch.check(batch.reference(**batch.masks)[0].astype(np.float32))
     with pytest.raises(NotImplementedError, match="sliding_window"):
@@ -136,10 +140,10 @@ def test_scores_whose_terms_cancel_get_the_error_of_their_terms():
 
     batch = replace(batch, query=query, key_cache=keys)
     expected, lse = batch.reference(**batch.options)
-    out = np.asarray(pp.paged_attention(batch.query, batch.cache(), batch.metadata, implementation="xla", **batch.options))
+    out = jax.jit(partial(pp.paged_attention, implementation="xla", scale=1.0))(batch.query, batch.cache(), batch.metadata)
     batch.check(out)
     assert np.abs(lse[: batch.num_tokens]).max() < 40 < batch.score_size()[: batch.num_tokens].min()
     with pytest.raises(AssertionError):
-        assert_close(out, expected, dtype=np.float32, lse=lse)
+        assert_close(np.asarray(out), expected, dtype=np.float32, lse=lse)
     with pytest.raises(AssertionError):
         batch.check(jnp.asarray(batch.reference(scale=1.5)[0], jnp.float32))
