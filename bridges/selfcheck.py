@@ -59,7 +59,8 @@ class Attention:
     order: Order = "LBHNC"
 
     def __call__(self, implementation: Any) -> None:
-        batch = random_batch(7, **{"num_layers": 2, "dtype": _BF16, "sliding_window": self.options.get("sliding_window"), **self.made})
+        made: dict[str, Any] = {"num_layers": 2, "dtype": _BF16, "sliding_window": self.options.get("sliding_window"), **self.made}
+        batch = random_batch(7, **made)
         cache = batch.cache(content=self.content, order=self.order)
 
         @jax.jit

@@ -9,7 +9,21 @@ from processes import run_python
 
 import purepage as pp
 
-OPTIONAL = ("accelerate", "aiter", "gguf", "jax_triton", "matplotlib", "tokenizers", "torch", "transformers", "triton")
+OPTIONAL = (
+    "accelerate",
+    "aiter",
+    "gguf",
+    "hypothesis",
+    "jax_triton",
+    "matplotlib",
+    "pytest",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+)
+OF_THE_TEST_KIT = {"pytest_plugin": "pytest", "strategies": "hypothesis"}
+"""Modules of `purepage.testing` that need a package of the extra `testing`."""
 TYPES = "AttentionConfig AttentionMetadata AttentionType CacheSpec Capabilities KVCache UnsupportedError"
 FUNCTIONS = """
     cache_from_logical cache_to_logical cascade_attention convert_cache copy_blocks encoder_attention gather_blocks init_cache make_metadata
@@ -102,9 +116,23 @@ def modules(package: str) -> list[str]:
 
 
 def test_the_functional_core_and_plain_jax_kernels_import_without_optional_packages():
-    names = [*modules("purepage.functional"), *modules("purepage.kernels.xla"), *modules("purepage.kernels.archs")]
+    names = {*modules("purepage.functional"), *modules("purepage.kernels.xla"), *modules("purepage.kernels.archs")}
+    names = sorted(names - {f"purepage.functional.testing.{name}" for name in OF_THE_TEST_KIT})
     assert len(names) > 20
     run(f"import importlib\nfor name in {names!r}: importlib.import_module(name)")
+
+
+@pytest.mark.parametrize("module", OF_THE_TEST_KIT)
+def test_a_module_of_the_test_kit_says_which_extra_it_needs(module):
+    out = run(
+        f"""
+        try:
+            import purepage.testing.{module}
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert f"needs {OF_THE_TEST_KIT[module]}" in out and "pip install 'purepage[testing]'" in out
 
 
 def test_without_optional_packages_the_call_runs_and_a_named_kernel_says_what_is_missing():

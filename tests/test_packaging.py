@@ -20,11 +20,14 @@ import purepage
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINKED = ("bridges", "functional", "kernels")
 """Packages at the top of the checkout, which `src/purepage` links to."""
+OWN = ("testing",)
+"""Packages of `src/purepage` itself."""
 
 
 def sources() -> dict[str, Path]:
     """Name inside a wheel of each file that belongs there."""
-    files = {f"purepage/{path.name}": path for path in (ROOT / "src/purepage").iterdir() if path.suffix in (".py", ".typed")}
+    own = [path for folder in (".", *OWN) for path in (ROOT / "src/purepage" / folder).iterdir() if path.suffix in (".py", ".typed")]
+    files = {path.relative_to(ROOT / "src").as_posix(): path for path in own}
     for package in LINKED:
         found = [path for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".cc")]
         files |= {f"purepage/{path.relative_to(ROOT).as_posix()}": path for path in found}
@@ -100,7 +103,7 @@ def test_wheel_needs_only_jax_jaxtyping_and_numpy_and_offers_the_extras(wheel):
     metadata = Parser().parsestr(wheel.read(name).decode())
     needed = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert needed == {"jax", "jaxtyping", "numpy"}
-    extras = {"aiter", "cuda", "demo", "jax-triton", "notebooks", "rocm", "test", "torch", "triton"}
+    extras = {"aiter", "cuda", "demo", "jax-triton", "notebooks", "rocm", "test", "testing", "torch", "triton"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"

@@ -1,9 +1,10 @@
 """For people who test an attention kernel, ours or their own.
 
-    batch = random_batch(seed=0, dtype=ml_dtypes.bfloat16)  # ragged, shuffled, NaN where no query looks
-    out, lse = batch.reference(sliding_window=8)               # float64, token by token
-    mine = my_kernel(batch.query, batch.cache(content="flash"), batch.metadata, ...)
-    assert_close(mine, out, dtype=ml_dtypes.bfloat16, what="my kernel")
+    batch = random_batch(seed=0, dtype="bfloat16", sliding_window=8)  # ragged, shuffled, NaN where no query looks
+    mine = my_kernel(batch.query, batch.cache(content="flash"), batch.metadata, **batch.options)
+    batch.check(mine)                                                 # against float64, token by token
+
+    assert check_attention(lambda batch: my_kernel(...)).ok           # lengths, heads, dtypes, masks, scores: what fails
 
 The oracle takes plain NumPy arrays and logical caches `[B, N, H, D]`, and shares no code with the library.
 """

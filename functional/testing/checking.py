@@ -1,4 +1,4 @@
-"""`check_attention`: somebody's attention kernel over a grid of what attention can be asked for, and what of it fails."""
+"""`check_attention`: any attention kernel over a grid of what attention can be asked for, and what of it fails."""
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class Failure:
         return " with ".join(f"{feature} {kind!r}" for feature, kind in self.kinds.items()) or "plain attention"
 
     def __str__(self) -> str:
-        given = ", ".join(f"{name}={_literal(value)}" for name, value in self.options.items())
+        given = ", ".join(f"{name}={literal(value)}" for name, value in self.options.items())
         return f"{self.name}\n    random_batch({self.seed}, {given})\n    " + self.error.replace("\n", "\n    ")
 
 
@@ -330,7 +330,8 @@ def _shorter(lengths: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
                 yield [*lengths[:place], smaller, *lengths[place + 1 :]]
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
+    """An option as it is written in a call of `random_batch`."""
     if isinstance(value, (np.dtype, type)):
         return repr(np.dtype(value).name)
     return repr(value)

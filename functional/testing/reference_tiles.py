@@ -37,7 +37,7 @@ def attend_tile(
     """
     rows, heads, _ = query.shape
     group = heads // keys.shape[1]
-    seen = keep.any(0)
+    seen = np.any(keep, axis=0)
     keys, values = (side if seen.all() else np.where(seen[:, None, None], side, 0.0) for side in (keys, values))
     if not (np.isfinite(keys).all() and np.isfinite(values).all()):
         return None
