@@ -18,8 +18,6 @@ Bias = Literal["shared", "each"]
 Unused = Literal["nan", "zero"]
 TablePadding = Literal["wild", "zero"]
 
-"""Dtypes of a model's activations: float32, float16, bfloat16."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
