@@ -15,7 +15,7 @@ DEMO_FLAGS ?=
 # The limit is a guard against a test that hangs, not a measure of any.
 PYTEST_FLAGS ?= -n 2 --timeout 7200
 
-.PHONY: demo test test-all lint typecheck format clean
+.PHONY: demo test test-all docs lint typecheck format clean
 
 demo: $(VENV)/has-demo
 	$(BIN)/python -m examples.smollm2 $(DEMO_FLAGS)
@@ -25,6 +25,11 @@ test: $(VENV)/has-test
 
 test-all: $(VENV)/has-test
 	PUREPAGE_FULL_AMD=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) --all
+
+# The site is in build/site; a broken link is an error. The programs of its pages that `make test` leaves out run here.
+docs: $(VENV)/has-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q --timeout 1800 --all tests/test_site.py
 
 lint: $(VENV)/has-tools
 	$(BIN)/ruff check .
@@ -54,6 +59,12 @@ $(VENV)/has-test: $(VENV)/has-demo
 	$(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) --editable '.[demo,notebooks,test,triton]' transformers accelerate
 	$(PIP) --no-deps amd-aiter
+	touch $@
+
+# mistral-jax, the plain-JAX model of one page, asks for mypy; its files don't.
+$(VENV)/has-docs: $(VENV)/has-test
+	$(PIP) --editable '.[integrations]' --group docs
+	$(PIP) --no-deps mistral-jax
 	touch $@
 
 $(VENV)/has-tools: pyproject.toml | $(VENV)/has-pip

@@ -2,6 +2,9 @@
 
 from typing import Any, NoReturn
 
+DOCUMENTATION = "https://purepage.readthedocs.io"
+"""Where the documentation is: messages lead there, since a wheel has no `docs` folder. `project.urls` of `pyproject.toml` begins alike."""
+
 
 class UnsupportedError(NotImplementedError):
     """A valid call that the chosen implementation, or every implementation, can't serve.

@@ -103,7 +103,7 @@ def test_wheel_needs_only_jax_jaxtyping_and_numpy_and_offers_the_extras(wheel):
     metadata = Parser().parsestr(wheel.read(name).decode())
     needed = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert needed == {"jax", "jaxtyping", "numpy"}
-    extras = {"aiter", "cuda", "demo", "jax-triton", "notebooks", "rocm", "test", "testing", "torch", "triton"}
+    extras = {"aiter", "cuda", "demo", "integrations", "jax-triton", "notebooks", "rocm", "test", "testing", "torch", "triton"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"

@@ -35,7 +35,7 @@ _ADAPTERS: Mapping[str, Callable[..., Any]] = {
 def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
     """The operator that serves a call on `target`, or why none does; see `purepage.functional.dispatch`."""
     if package.root() is None:
-        return Unsupported(("needs amd-aiter, not installed here: see docs/rocm.md",))
+        return Unsupported((package.NOT_INSTALLED,))
     if why := not_here(target, explicit=explicit):
         return Unsupported((why,))
     operator = operator_of(operation, call, target)

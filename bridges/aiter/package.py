@@ -17,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...functional.errors import DOCUMENTATION
 from ...functional.target import Target, current_target
 
 PACKAGE = "aiter"
+NOT_INSTALLED = f"needs amd-aiter, not installed here: see {DOCUMENTATION}/rocm.html"
 FOREIGN_ARCH = "gfx950"
 """What AITER is told where no AMD GPU is: its fp8 kind there is e4m3fn, which NVIDIA has too."""
 FOREIGN_COMPUTE_UNITS = 4
@@ -105,7 +107,7 @@ def parameters(name: str) -> tuple[str, ...]:
 def unavailable(name: str, target: Target) -> str | None:
     """Why an operator can't run on this machine at all; None where it can."""
     if root() is None:
-        return "needs amd-aiter, not installed here: see docs/rocm.md"
+        return NOT_INSTALLED
     if source(name) is None:
         return f"the installed AITER has no {name}"
     if OPERATORS[name].hip and target.platform != "rocm":

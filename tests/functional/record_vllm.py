@@ -275,6 +275,7 @@ def facts_of_backend(wheel: zipfile.ZipFile, module: types.ModuleType, backend: 
         if getattr(implementation, name) is not getattr(core.AttentionImpl, name, None)
     }
     return {
+        "classes": methods_of(backend, implementation, builder),
         "flags": flags,
         "attributes": {
             name: getattr(owner, name)
@@ -378,6 +379,29 @@ def gate_of(wheel: zipfile.ZipFile) -> list[dict[str, Any]]:
     return [{"archs": archs, "answers": answers} for answers, archs in found.items()]
 
 
+ENVIRONMENT = re.compile(r"VLLM_ROCM_USE_AITER|VLLM_\w*(?:ATTN|ATTENTION|MHA|ROPE|KV_CACHE_LAYOUT|BATCH_INVARIANT)\w*|[QKV]_SCALE_CONSTANT")
+"""Environment variables that decide how these backends attend, what their caches are, or whether they are chosen."""
+OTHER_ENVIRONMENT = re.compile(r"MLA|FLASH_ATTN|FLASHINFER|CPU|NVFP4|VIT|VISION|KIMI|COHERE")
+"""Parts of the names of variables of other backends."""
+
+
+def environment_of(wheel: zipfile.ZipFile) -> list[str]:
+    """Names of the environment variables that `vllm/envs.py` reads for these backends."""
+    body = ast.parse(read(wheel, "vllm.envs")).body
+    (table,) = (
+        node.value for node in body if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "environment_variables"
+    )
+    assert isinstance(table, ast.Dict)
+    names = [key.value for key in table.keys if isinstance(key, ast.Constant)]
+    return [name for name in names if ENVIRONMENT.fullmatch(name) and not OTHER_ENVIRONMENT.search(name)]
+
+
+def methods_of(*classes: type) -> dict[str, list[str]]:
+    """Public functions of each class, inherited ones included, in alphabetical order."""
+    kinds = (types.FunctionType, types.MethodType)
+    return {one.__name__: sorted(name for name in dir(one) if name[0] != "_" and isinstance(getattr(one, name), kinds)) for one in classes}
+
+
 def record(path: str) -> dict[str, Any]:
     with zipfile.ZipFile(path) as wheel:
         sys.meta_path.insert(0, _Finder(wheel))
@@ -394,6 +418,7 @@ def record(path: str) -> dict[str, Any]:
                 "ROCM_ATTN": facts_of_backend(wheel, attn, attn.RocmAttentionBackend, keys),
                 "ROCM_AITER_UNIFIED_ATTN": facts_of_backend(wheel, unified, unified.RocmAiterUnifiedAttentionBackend, keys),
             },
+            "environment": environment_of(wheel),
             "step": facts_of_step(),
             "without slots": facts_without_slots(wheel),
             "gate axes": GATE_AXES,
