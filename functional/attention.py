@@ -2,9 +2,10 @@
 
 from typing import Any, Literal, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from . import dispatch
 from .cache import FP8_DTYPES, KVCache, check_cache, check_layer
@@ -21,10 +22,11 @@ from .checks import (
     product,
     split_scale,
 )
-from .config import check_logits_soft_cap, check_sliding_window, is_array, is_floating
+from .config import check_logits_soft_cap, check_window, is_array, is_floating
 from .debug import check_step
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
+from .integers import INT32_MAX, saturate
 from .literals import AttentionOptions, EncoderOptions, Implementation
 from .metadata import AttentionMetadata, check_metadata
 
@@ -51,16 +53,41 @@ def output_dtype_of(query_dtype: np.dtype, output_dtype: Any, quantized: bool) -
     return dtype
 
 
-def _optional_bias(qq_bias: Any) -> Float[Array, "Lq Lk"] | None:
-    """`None`, or f32[Lq, Lk]. Values of host arrays are checked: finite in float32, or -inf, which masks."""
+def split_window(window: Any) -> tuple[int | None, Int[Array, ""] | None]:
+    """A window as (static, data): an int is static, a `jax.Array` is data, INT32_MAX where it is off."""
+    window = check_window(window)
+    if not isinstance(window, jax.Array):
+        return window, None
+    width = saturate(window).reshape(())
+    return None, jnp.where(width > 0, width, INT32_MAX)
+
+
+def check_key_range(key_range: Any, num_tokens: int) -> tuple[Int[Array, " T"], Int[Array, " T"]] | None:
+    """`None`, or (start, stop), i32[T] each, from integers of any width."""
+    if key_range is None:
+        return None
+    rule = f"None or a pair (start, stop) of integer arrays of shape [T] = [{num_tokens}]"
+    if not isinstance(key_range, tuple | list) or len(key_range) != 2:
+        bad_type("key_range", key_range, rule)
+    for name, side in zip(("start", "stop"), key_range, strict=True):
+        if not is_array(side) or tuple(side.shape) != (num_tokens,):
+            bad_value(f"key_range {name}", side, rule)
+        if not jnp.issubdtype(side.dtype, jnp.integer):
+            bad_type(f"key_range {name}", side, rule)
+    start, stop = map(saturate, key_range)
+    return start, stop
+
+
+def _optional_bias(qq_bias: Any, num_seqs: int) -> Float[Array, "*S Lq Lk"] | None:
+    """`None`, f32[Lq, Lk] or f32[S, Lq, Lk]. Values of host arrays are checked: finite in float32, or -inf, which masks."""
     if qq_bias is None:
         return None
-    rule = "None or a float array of shape [Lq, Lk]"
+    rule = f"None or a float array of shape [Lq, Lk] or [S, Lq, Lk] with S = {num_seqs}"
     try:
         given = qq_bias if is_array(qq_bias) else np.asarray(qq_bias)
     except Exception:
         bad_value("qq_bias", qq_bias, rule)
-    if len(given.shape) != 2:
+    if len(given.shape) not in (2, 3) or (len(given.shape) == 3 and given.shape[0] != num_seqs):
         bad_value("qq_bias", qq_bias, rule)
     if not (is_floating(given.dtype) or np.issubdtype(given.dtype, np.integer)):
         bad_type("qq_bias", qq_bias, rule)
@@ -79,7 +106,8 @@ def paged_attention_call(
     *,
     layer: Any = 0,
     scale: Any = None,
-    sliding_window: int | None = None,
+    sliding_window: Any = None,
+    key_range: Any = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -94,8 +122,9 @@ def paged_attention_call(
     metadata = check_metadata(metadata, spec)
     query = check_query(query, spec, fp8=True)
     check_static_tokens("query", query)
-    window = check_sliding_window(sliding_window)
-    metadata = check_step(metadata, spec, query.shape[0], window)
+    window, traced_window = split_window(sliding_window)
+    ranges = check_key_range(key_range, query.shape[0])
+    metadata = check_step(metadata, spec, query.shape[0], window if traced_window is None else traced_window, ranges)
     factor, traced = split_scale(scale, spec.head_size)
     check_bool("return_lse", return_lse)
     quantum = optional_scalar("output_scale", output_scale)
@@ -107,7 +136,9 @@ def paged_attention_call(
         score_scale=product(traced, optional_scalar("q_scale", q_scale)),
         alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, query, metadata),
         sinks=optional_vector("sinks", sinks, query, metadata),
-        qq_bias=_optional_bias(qq_bias),
+        qq_bias=_optional_bias(qq_bias, metadata.seq_lens.shape[0]),
+        key_range=ranges,
+        traced_window=traced_window,
         output_scale=quantum,
         scale=factor,
         sliding_window=window,
@@ -151,7 +182,8 @@ def paged_attention(
     *,
     layer: Any = 0,
     scale: Any = None,
-    sliding_window: int | None = None,
+    sliding_window: Any = None,
+    key_range: Any = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -172,8 +204,11 @@ def paged_attention(
       metadata: see `AttentionMetadata`; `causal=False` is cross attention.
       layer: layer of the cache, an int or a traced i32 scalar.
       scale: factor on the scores; None means D ** -0.5. A float is static, an array is traced.
-      sliding_window: W, a static int: a query at position p sees keys k with p - k < W, and k - p < W where not causal. None, 0 and -1 are
-        off, and so is a window wider than any sequence (2**31 and more are allowed).
+      sliding_window: W: a query at position p sees keys k with p - k < W, and k - p < W where not causal. None, 0 and -1 are off, and so is
+        a window wider than any sequence (2**31 and more are allowed). An int is static; an integer scalar `jax.Array` is data, so that the
+        layers of one `lax.scan` may differ, and any W below 1 is then off.
+      key_range: (start, stop), i32[T] each: row t sees keys start[t] <= k < stop[t] alone, of those that causality, window and length leave
+        it. With metadata of `causal=False` it says by itself what a row sees. Data; `purepage.key_ranges` makes it.
       logits_soft_cap: c, a static float: scores become c * tanh(score / c). None and 0 are off.
       alibi_slopes: f32[Hq]: adds slope * (k - p). Inside `shard_map` with heads divided over a mesh axis it may be the whole model's
         vector, of Hq times the axis' size; each shard takes its part. The axis is the one that the query varies over and the metadata does
@@ -183,16 +218,16 @@ def paged_attention(
       q_scale: f32 scalar that an fp8 query was divided by.
       output_scale: f32 scalar: returns out / output_scale, clamped and rounded to `output_dtype`, an fp8 dtype (default float8_e4m3fn).
       output_dtype: default: the query's dtype; bfloat16 for an fp8 query.
-      qq_bias: f32[Lq, Lk]: adds qq_bias[i, j] to the score of this step's query i and key j of one sequence (tree attention). -inf masks
-        the key, as causality does.
+      qq_bias: f32[Lq, Lk], or f32[S, Lq, Lk] with a table for each sequence: adds qq_bias[i, j] to the score of this step's query i and
+        key j of one sequence (tree attention). -inf masks the key, as causality does.
       return_lse: also return the log of the softmax denominator.
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
 
     Returns:
       out [T, Hq, D], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key
-      give 0 and lse -inf (the sink where there is one). A key that is masked by length, causality, window or bias never reaches an output,
-      whatever it holds. All rows of a sequence are NaN where one of them may see a position whose block id is outside [0, B). Scores, and
-      sums of values by weights of at most 1 each, must be finite in float32. There are no derivatives.
+      give 0 and lse -inf (the sink where there is one). A key that is masked by length, causality, window, range or bias never reaches an
+      output, whatever it holds. All rows of a sequence are NaN where a block id from its first to its last key that one of them may see is
+      outside [0, B). Scores, and sums of values by weights of at most 1 each, must be finite in float32. There are no derivatives.
 
     Raises:
       ValueError, TypeError: a bad argument: its name, what it was, what it must be.
@@ -205,6 +240,7 @@ def paged_attention(
         layer=layer,
         scale=scale,
         sliding_window=sliding_window,
+        key_range=key_range,
         logits_soft_cap=logits_soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -255,7 +291,8 @@ def encoder_attention(
     metadata: AttentionMetadata,
     *,
     scale: Any = None,
-    sliding_window: int | None = None,
+    sliding_window: Any = None,
+    key_range: Any = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -269,7 +306,8 @@ def encoder_attention(
       query: [T, Hq, D]; key, value: [T, H, D], packed alike, of one dtype: float32, float16 or bfloat16.
       metadata: only `query_start_loc` and `max_query_len` are read; a sequence's keys are its own tokens.
       scale: factor on the scores; None means D ** -0.5.
-      sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None, 0 and -1 are off.
+      sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None, 0 and -1 are off. It may be data, as in `paged_attention`.
+      key_range: see `paged_attention`; keys count from the first token of each sequence.
       logits_soft_cap: c: scores become c * tanh(score / c). None and 0 are off.
       alibi_slopes: f32[Hq]: adds slope * (j - i) for key j of token i.
       sinks: f32[Hq]: adds exp(sink) to the softmax denominator.
@@ -299,6 +337,7 @@ def encoder_attention(
     check_bool("return_lse", return_lse)
     metadata = check_step(metadata, None, query.shape[0])
     factor, traced = split_scale(scale, head_size)
+    window, traced_window = split_window(sliding_window)
     call = EncoderAttentionCall(
         query=query,
         key=key,
@@ -307,8 +346,10 @@ def encoder_attention(
         score_scale=traced,
         alibi_slopes=optional_vector("alibi_slopes", alibi_slopes, query, metadata),
         sinks=optional_vector("sinks", sinks, query, metadata),
+        key_range=check_key_range(key_range, query.shape[0]),
+        traced_window=traced_window,
         scale=factor,
-        sliding_window=check_sliding_window(sliding_window),
+        sliding_window=window,
         logits_soft_cap=check_logits_soft_cap(logits_soft_cap),
         causal=causal,
         return_lse=return_lse,

@@ -39,7 +39,10 @@ class PagedAttentionCall(Call):
     """Product of all traced factors of the scores: `q_scale` and a traced `scale`."""
     alibi_slopes: Float[Array, " Hq"] | None = option()
     sinks: Float[Array, " Hq"] | None = option()
-    qq_bias: Float[Array, "Lq Lk"] | None = option()
+    qq_bias: Float[Array, "*S Lq Lk"] | None = option()
+    key_range: tuple[Int[Array, " T"], Int[Array, " T"]] | None = option(default=None)
+    traced_window: Int[Array, ""] | None = option(default=None)
+    """A window as data: W, or INT32_MAX where it is off. `sliding_window` is then None."""
     output_scale: Float[Array, ""] | None = option()
     scale: float = constant()
     sliding_window: int | None = option(static=True)
@@ -56,6 +59,8 @@ class PagedAttentionCall(Call):
             yield "quantized_query"
         if not self.metadata.causal:
             yield "non_causal"
+        if self.qq_bias is not None and self.qq_bias.ndim == 3:
+            yield "qq_bias_per_sequence"
 
 
 @call_type
@@ -67,6 +72,8 @@ class EncoderAttentionCall(Call):
     score_scale: Float[Array, ""] | None = option()
     alibi_slopes: Float[Array, " Hq"] | None = option(default=None)
     sinks: Float[Array, " Hq"] | None = option()
+    key_range: tuple[Int[Array, " T"], Int[Array, " T"]] | None = option(default=None)
+    traced_window: Int[Array, ""] | None = option(default=None)
     scale: float = constant()
     sliding_window: int | None = option(static=True)
     logits_soft_cap: float | None = option(static=True, unused=0.0)

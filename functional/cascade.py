@@ -12,11 +12,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from . import dispatch
-from .attention import Lse, Out, output_dtype_of, paged_attention
+from .attention import Lse, Out, check_key_range, output_dtype_of, paged_attention
 from .cache import CacheSpec, KVCache, check_cache
 from .calls import MergeCall
 from .checks import check_bool, check_query, check_static_tokens, check_tokens, optional_scalar
-from .config import check_sliding_window, int_or_none, is_array, is_floating
+from .config import check_window, int_or_none, is_array, is_floating
 from .debug import check_step, without_checks
 from .derivatives import refuse_derivatives
 from .errors import UnsupportedError, bad_type, bad_value
@@ -107,7 +107,8 @@ def cascade_attention(
     common_prefix_len: int,
     layer: Any = 0,
     scale: Any = None,
-    sliding_window: int | None = None,
+    sliding_window: Any = None,
+    key_range: Any = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -131,7 +132,8 @@ def cascade_attention(
       common_prefix_len: tokens of the prefix, a static int, a multiple of the cache's block size; 0 is plain `paged_attention`.
       sliding_window, alibi_slopes: None, unless the prefix is 0: both need each query's distance from the prefix.
       sinks: as in `paged_attention`; they enter the softmax once.
-      layer, scale, logits_soft_cap, q_scale, output_scale, output_dtype, qq_bias, return_lse, implementation: see `paged_attention`.
+      layer, scale, key_range, logits_soft_cap, q_scale, output_scale, output_dtype, qq_bias, return_lse, implementation: see
+        `paged_attention`.
 
     Returns:
       As `paged_attention`, and the same values to rounding. Where values are traced and can't be checked, a token whose sequence does not
@@ -152,19 +154,21 @@ def cascade_attention(
     outer = {"output_scale": output_scale, "output_dtype": output_dtype, "return_lse": return_lse}
     positional = {"sliding_window": sliding_window, "alibi_slopes": alibi_slopes}
     refused = [name for name, value in positional.items() if value is not None]
-    if check_sliding_window(sliding_window) is None and "sliding_window" in refused:
+    if check_window(sliding_window) is None and "sliding_window" in refused:
         refused.remove("sliding_window")
     if prefix and refused:
         raise UnsupportedError(
             f"cascade_attention can't serve {', '.join(refused)}: the shared part has no query positions; paged_attention can"
         )
     if not prefix or not metadata.seq_lens.shape[0]:
-        return paged_attention(query, cache, metadata, sinks=sinks, qq_bias=qq_bias, **positional, **shared, **outer)
+        return paged_attention(query, cache, metadata, sinks=sinks, qq_bias=qq_bias, key_range=key_range, **positional, **shared, **outer)
     check_bool("return_lse", return_lse)
     divisor = optional_scalar("output_scale", output_scale)
     dtype = output_dtype_of(query.dtype, output_dtype, divisor is not None)
 
-    metadata = check_step(metadata, spec, query.shape[0])
+    ranges = check_key_range(key_range, query.shape[0])
+    metadata = check_step(metadata, spec, query.shape[0], None, ranges)
+    behind = None if ranges is None else tuple(_minus(bound, common_prefix_len) for bound in ranges)
     live, shares = _sharing(metadata, prefix, spec.block_size)
     _check_sharing(live, shares, common_prefix_len)
     parts = {"output_dtype": jnp.float32, "return_lse": True, **shared}  # float32 until the one rounding at the end
@@ -173,8 +177,8 @@ def cascade_attention(
         _suffix_metadata(metadata, prefix, spec.block_size),
     )
     with without_checks():  # the slots are those of the whole step
-        prefix_out, prefix_lse = paged_attention(query, cache, whole, **parts)
-        suffix_out, suffix_lse = paged_attention(query, cache, rest, sinks=sinks, qq_bias=qq_bias, **parts)
+        prefix_out, prefix_lse = paged_attention(query, cache, whole, key_range=ranges, **parts)
+        suffix_out, suffix_lse = paged_attention(query, cache, rest, sinks=sinks, qq_bias=qq_bias, key_range=behind, **parts)
     sequence = sequence_of_tokens(metadata, query.shape[0])
     sees_prefix, broken = live[sequence], (live & ~shares)[sequence]
     prefix_lse = jnp.where(sees_prefix[:, None], prefix_lse, -jnp.inf)
@@ -183,6 +187,11 @@ def cascade_attention(
     out, lse = jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
     out = out.astype(dtype) if divisor is None else quantize(out, divisor, dtype)
     return (out, lse) if return_lse else out
+
+
+def _minus(positions: Array, length: int) -> Array:
+    """Positions less `length`, without leaving int32."""
+    return jnp.maximum(positions, length - 2**31) - length
 
 
 def _prefix_blocks(length: Any, spec: CacheSpec, metadata: AttentionMetadata) -> int:

@@ -61,7 +61,8 @@ class AttentionConfig:
       num_kv_heads: KV heads H.
       head_size: channels D of a head.
       scale: factor on the scores; `None` means `head_size ** -0.5`.
-      sliding_window: number of keys that a query sees, itself included; `None`, 0 and -1 are off.
+      sliding_window: number of keys that a query sees, itself included; `None`, 0 and -1 are off. An int is static, an integer scalar array
+        is data, so that layers of one `lax.scan` may differ.
       logits_soft_cap: `c` of `c * tanh(score / c)`; `None` and 0 are off.
       attn_type: an `AttentionType` or its string, such as "decoder".
       alibi_slopes: f32[Hq] or None.
@@ -77,7 +78,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_size: int
     scale: float | None = None
-    sliding_window: int | None = None
+    sliding_window: Any = None
     logits_soft_cap: float | None = None
     attn_type: AttentionType | str = AttentionType.DECODER
     alibi_slopes: Any = None
@@ -91,7 +92,7 @@ class AttentionConfig:
             bad_value("num_heads", self.num_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.scale is not None and not isinstance(self.scale, jax.Array):
             object.__setattr__(self, "scale", check_float("scale", self.scale, zero=True, negative=True))
-        object.__setattr__(self, "sliding_window", check_sliding_window(self.sliding_window))
+        object.__setattr__(self, "sliding_window", check_window(self.sliding_window))
         object.__setattr__(self, "logits_soft_cap", check_logits_soft_cap(self.logits_soft_cap))
         object.__setattr__(self, "attn_type", check_attention_type(self.attn_type))
         for name in ("alibi_slopes", "sinks"):
@@ -140,6 +141,21 @@ def check_sliding_window(value: Any) -> int | None:
     if window < -1:
         bad_value("sliding_window", value, "None, 0, -1 (all off) or a positive int")
     return window if 0 < window <= np.iinfo(np.int32).max else None
+
+
+def check_window(value: Any) -> Any:
+    """A window that may be data: a `jax.Array`, traced or not, of shape () or (1,), comes back as it is; anything else as a static one."""
+    if not isinstance(value, jax.Array):
+        return check_sliding_window(value)
+    rule = "None, a static int or an integer scalar array"
+    if value.shape not in ((), (1,)):
+        bad_value("sliding_window", value, rule)
+    if not np.issubdtype(value.dtype, np.integer):
+        bad_type("sliding_window", value, rule)
+    values = concrete(value)
+    if values is not None and np.any(values.astype(np.int64) < -1):
+        bad_value("sliding_window", values.reshape(()), "None, 0, -1 (all off) or a positive int")
+    return value
 
 
 def check_logits_soft_cap(value: Any) -> float | None:

@@ -51,7 +51,9 @@ def without_checks() -> Iterator[None]:
         yield
 
 
-def check_step(metadata: AttentionMetadata, spec: CacheSpec | None, num_rows: int, sliding_window: Any = None) -> AttentionMetadata:
+def check_step(
+    metadata: AttentionMetadata, spec: CacheSpec | None, num_rows: int, sliding_window: Any = None, key_range: Any = None
+) -> AttentionMetadata:
     """Checks a step where debug checks are on; returns the metadata that the step must use.
 
     Args:
@@ -59,11 +61,12 @@ def check_step(metadata: AttentionMetadata, spec: CacheSpec | None, num_rows: in
       spec: the cache's; None for attention without a cache, which reads the query starts alone.
       num_rows: rows of the query.
       sliding_window: a checked window, None where there is none; it may be traced.
+      key_range: a checked one, or None: blocks before the first key that a row of a sequence may see are not needed.
     """
     if not _ENABLED.value:
         return metadata
     check = partial(_check_step, spec=spec, num_rows=num_rows)
-    return replace(metadata, query_start_loc=_checked(metadata.query_start_loc, check, metadata, sliding_window))
+    return replace(metadata, query_start_loc=_checked(metadata.query_start_loc, check, metadata, sliding_window, key_range))
 
 
 def check_written_slots(slots: Any, spec: CacheSpec) -> Any:
@@ -87,14 +90,18 @@ def _checked(array: Any, check: Any, *operands: Any) -> Any:
     return array + jax.pure_callback(on_host, jax.ShapeDtypeStruct((), array.dtype), *operands, vmap_method="sequential")
 
 
-def _check_step(metadata: AttentionMetadata, window: Any, *, spec: CacheSpec | None, num_rows: int) -> None:
+def _check_step(metadata: AttentionMetadata, window: Any, key_range: Any, *, spec: CacheSpec | None, num_rows: int) -> None:
     if int(metadata.query_start_loc[-1]) > num_rows:
         bad_value("query", f"{num_rows} rows", f"of at least query_start_loc[-1] = {int(metadata.query_start_loc[-1])} rows")
     if spec is None:
         check_query_starts(metadata)
         return
     window = None if window is None or not 0 < int(window) <= INT32_MAX else int(window)
-    check_values(metadata, spec, writes=bool(len(metadata.slot_mapping)), window=window)
+    begin = None
+    if key_range is not None:
+        rows = zip(metadata.query_start_loc[:-1], metadata.query_start_loc[1:], strict=True)
+        begin = np.array([key_range[0][a:b].min(initial=INT32_MAX if b > a else 0) for a, b in rows], np.int64)
+    check_values(metadata, spec, writes=bool(len(metadata.slot_mapping)), window=window, begin=begin)
 
 
 def _check_slots(slots: np.ndarray, *, spec: CacheSpec) -> None:

@@ -26,6 +26,8 @@ ARGUMENTS: Mapping[str, str] = {
     "score_scale": "q_scale, or scale as an array",
     "partial_rotary": "cos_sin_cache narrower than head_size",
     "gptj_rotary": "is_neox",
+    "traced_window": "sliding_window as an array",
+    "qq_bias_per_sequence": "qq_bias of shape [S, Lq, Lk]",
     "context_only": "keys before this step's tokens alone",
 }
 """The argument behind a feature, where it has another name than the feature."""

@@ -12,7 +12,8 @@ class AttentionOptions(TypedDict, total=False):
 
     layer: Any
     scale: Any
-    sliding_window: int | None
+    sliding_window: Any
+    key_range: Any
     logits_soft_cap: float | None
     alibi_slopes: Any
     sinks: Any
@@ -33,7 +34,8 @@ class EncoderOptions(TypedDict, total=False):
     """Options of `encoder_attention` that do not change what is returned."""
 
     scale: Any
-    sliding_window: int | None
+    sliding_window: Any
+    key_range: Any
     logits_soft_cap: float | None
     alibi_slopes: Any
     sinks: Any

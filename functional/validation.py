@@ -43,8 +43,13 @@ def validate_metadata(metadata: AttentionMetadata, spec: CacheSpec, *, writes: b
     check_values(metadata, spec, writes=writes, window=check_sliding_window(sliding_window))
 
 
-def check_values(metadata: AttentionMetadata, spec: CacheSpec, *, writes: bool, window: int | None) -> None:
-    """The part of `validate_metadata` that looks at values. It runs no JAX operation, so a host callback may call it."""
+def check_values(
+    metadata: AttentionMetadata, spec: CacheSpec, *, writes: bool, window: int | None, begin: np.ndarray | None = None
+) -> None:
+    """The part of `validate_metadata` that looks at values. It runs no JAX operation, so a host callback may call it.
+
+    `begin`: the first key that some row of each sequence may see, where there are key ranges.
+    """
     check_query_starts(metadata)
     step = _Step(
         starts=host_integers("query_start_loc", metadata.query_start_loc, 1),
@@ -55,7 +60,7 @@ def check_values(metadata: AttentionMetadata, spec: CacheSpec, *, writes: bool, 
         spec=spec,
     )
     step.check_lengths()
-    needed = step.needed_blocks(window)
+    needed = step.needed_blocks(window, begin)
     if writes:
         step.check_slots()
         step.check_written_blocks(needed)
@@ -101,11 +106,14 @@ class _Step:
             if blocks > width:
                 bad_value(f"block_table[{s}]", f"{width} blocks wide", f"{blocks} blocks wide for seq_lens[{s}] = {n}")
 
-    def needed_blocks(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def needed_blocks(self, window: int | None, begin: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """(sequence, block) of every table entry that a query of this step or of a later one sees, all inside the pool."""
         first = np.zeros_like(self.lengths)
         if window is not None:  # the first query sees the farthest back
-            first = np.maximum(self.lengths - self.queries - window + 1, 0) // self.spec.block_size
+            first = np.maximum(self.lengths - self.queries - window + 1, 0)
+        if begin is not None:
+            first = np.maximum(first, begin)
+        first = first // self.spec.block_size
         column = np.arange(self.table.shape[1])
         is_needed = (column >= first[:, None]) & (column < -(-self.lengths // self.spec.block_size)[:, None])
         outside = is_needed & ((self.table < 0) | (self.table >= self.spec.num_blocks))

@@ -165,7 +165,7 @@ def lost_sequences(call: PagedAttentionCall) -> Bool[Array, " S"]:
     metadata, spec = call.metadata, call.cache.local_spec
     query_lens = metadata.query_start_loc[1:] - metadata.query_start_loc[:-1]
     return needs_missing_block(
-        query_lens,
+        metadata.query_start_loc,
         metadata.seq_lens - query_lens,
         metadata.seq_lens,
         metadata.block_table,

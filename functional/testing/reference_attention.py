@@ -55,13 +55,15 @@ def _per_head(name: str, value: Any, heads: int) -> np.ndarray:
     return np.broadcast_to(array, (heads,))
 
 
-def _span(position: int, kv_len: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """First and one past the last key that length, causality and window leave to the query at `position`."""
+def _span(position: int, kv_len: int, causal: bool, window: int | None, key_range: np.ndarray | None = None) -> tuple[int, int]:
+    """First and one past the last key that length, causality, window and a range leave to the query at `position`."""
     first, last = 0, (position + 1 if causal else kv_len)
     if window is not None and window > 0:
         first = max(first, position - window + 1)
         if not causal:
             last = min(last, position + window)
+    if key_range is not None:
+        first, last = max(first, int(key_range[0])), min(last, int(key_range[1]))
     return first, max(last, first)
 
 
@@ -105,7 +107,6 @@ def _attend_sequence(
     slopes: np.ndarray,
     sinks: np.ndarray | None,
     bias: np.ndarray | None,
-    ranges: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows of one sequence.
 
@@ -113,19 +114,15 @@ def _attend_sequence(
       query: float64 [q, Hq, D].
       keys, values: float64 [n, H, D] and [n, H, Dv], of positions first to first + n.
       first: position of keys[0].
-      spans: of each row, the keys that length, causality and window leave.
+      spans: of each row, the keys that length, causality, window and key range leave.
       context: position of the first query.
       factor, cap: on the scores.
       slopes, sinks: [Hq].
       bias: [Lq, Lk], added to the keys of this step.
-      ranges: int64 [2, q], start and stop of the keys that each row may see.
     """
     num_heads, group = query.shape[1], query.shape[1] // keys.shape[1]
     out, lse = np.zeros((len(query), num_heads, values.shape[-1])), np.full((len(query), num_heads), -np.inf)
     for i, (a, b) in enumerate(spans):
-        if ranges is not None:
-            a, b = max(a, int(ranges[0, i])), min(b, int(ranges[1, i]))
-            b = max(a, b)
         k = np.arange(a, b)
         extra = np.zeros(b - a)
         if bias is not None and i < bias.shape[0]:
@@ -192,7 +189,8 @@ def reference_attention(
         not yet scaled. Dv may differ from D.
       query_start_loc: [S+1] prefix sums of the query lengths. Tokens at or past its last entry are padding.
       seq_lens: [S] tokens of each sequence in the cache.
-      block_table: [S, M]; only entries of blocks that hold a key in reach of a row (length, causality, window) are read.
+      block_table: [S, M]; only entries from the first to the last block that holds a key in reach of a row (length, causality, window,
+        key range) are read.
       causal: False: every query sees the whole of its sequence (cross attention).
       scale: factor on the scores; None means D ** -0.5.
       sliding_window: W; None, 0 and negative numbers are off: keep p - k < W, and k - p < W where not causal.
@@ -232,7 +230,9 @@ def reference_attention(
         rows = slice(int(starts[s]), int(starts[s + 1]))
         q_len, kv_len = rows.stop - rows.start, int(lengths[s])
         context = kv_len - q_len
-        spans = [_span(context + i, kv_len, causal, sliding_window) for i in range(q_len)]
+        spans = [
+            _span(context + i, kv_len, causal, sliding_window, None if ranges is None else ranges[:, rows.start + i]) for i in range(q_len)
+        ]
         seen = [span for span in spans if span[0] < span[1]]
         first, last = (min(a for a, _ in seen), max(b for _, b in seen)) if seen else (0, 0)
         cached = np.array([k for k in range(first, last) if step_key is None or k < context], np.int64)
@@ -257,7 +257,6 @@ def reference_attention(
             slopes=np.zeros(num_heads) if alibi_slopes is None else to_float64(alibi_slopes),
             sinks=None if sinks is None else to_float64(sinks),
             bias=bias[s] if bias is not None and bias.ndim == 3 else bias,
-            ranges=None if ranges is None else ranges[:, rows],
         )
     return _stored(out, output_scale, output_dtype), lse
 
@@ -301,14 +300,13 @@ def reference_encoder_attention(
             to_float64(key[rows]),
             to_float64(value[rows]),
             first=0,
-            spans=[_span(i, length, causal, sliding_window) for i in range(length)],
+            spans=[_span(i, length, causal, sliding_window, None if ranges is None else ranges[:, rows.start + i]) for i in range(length)],
             context=0,
             factor=head_size**-0.5 if scale is None else float(scale),
             cap=logits_soft_cap,
             slopes=np.zeros(num_heads) if alibi_slopes is None else to_float64(alibi_slopes),
             sinks=None if sinks is None else to_float64(sinks),
             bias=None,
-            ranges=None if ranges is None else ranges[:, rows],
         )
     return out, lse
 

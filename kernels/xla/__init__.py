@@ -33,10 +33,21 @@ _TABLE = _MODEL | {"float64"}
 """float64 tables and weights exist only under x64; the arithmetic is float32."""
 _CACHE = frozenset(("quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
 _ROTARY = frozenset(("partial_rotary", "gptj_rotary"))
-_SCORES = frozenset(("score_scale", "sinks", "sliding_window", "logits_soft_cap"))
+_SCORES = frozenset(("score_scale", "sinks", "sliding_window", "traced_window", "key_range", "logits_soft_cap"))
 
 _PAGED_ATTENTION = Serves(
-    features=_SCORES | _CACHE | {"alibi_slopes", "qq_bias", "output_scale", "return_lse", "context_only", "non_causal", "quantized_query"},
+    features=_SCORES
+    | _CACHE
+    | {
+        "alibi_slopes",
+        "qq_bias",
+        "qq_bias_per_sequence",
+        "output_scale",
+        "return_lse",
+        "context_only",
+        "non_causal",
+        "quantized_query",
+    },
     dtypes={"query": _MODEL | _FP8, "cache": _MODEL | _FP8, "output_dtype": _MODEL | _FP8},
     layouts=LAYOUT_PROPERTIES,
 )

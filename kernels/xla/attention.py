@@ -15,6 +15,7 @@ from purepage.functional.cache import KVCache, take_blocks
 from purepage.functional.calls import EncoderAttentionCall, PagedAttentionCall
 from purepage.functional.fp8 import quantize
 from purepage.functional.integers import INT32_MAX
+from purepage.functional.intervals import Interval, hulls, visible_intervals
 from purepage.kernels.xla.explicit import axis_sharding, with_explicit_results
 from purepage.kernels.xla.passes import attend
 from purepage.kernels.xla.tiles import Items, Problem, operand_dtype, window_range
@@ -109,21 +110,37 @@ class OverlaidSource:
 
 
 def needs_missing_block(
-    query_lens: Int[Array, " S"],
+    query_start_loc: Int[Array, " S+1"],
     contexts: Int[Array, " S"],
     lengths: Int[Array, " S"],
     table: Int[Array, "S M"],
     *,
     num_blocks: int,
     block_size: int,
-    sliding_window: int | None,
+    sliding_window: int | Array | None,
     causal: bool,
+    intervals: Interval | None = None,
 ) -> Bool[Array, " S"]:
-    """Which sequences have a position below `lengths` that some query may see in a block outside [0, num_blocks)."""
-    start, stop = window_range(contexts, contexts + query_lens - 1, jnp.zeros_like(contexts), lengths, sliding_window, causal=causal)
+    """Which sequences have a block outside [0, num_blocks) between the first and the last key below `lengths` that some query may see."""
+    last = contexts + query_start_loc[1:] - query_start_loc[:-1] - 1
+    start, stop = window_range(contexts, last, jnp.zeros_like(contexts), lengths, sliding_window, causal=causal)
+    if intervals is not None:
+        begin, end = hulls(intervals, query_start_loc)
+        start, stop = jnp.maximum(start, begin), jnp.minimum(stop, end)
     column = jnp.arange(table.shape[1], dtype=jnp.int32)[None]
     needed = (column >= (start // block_size)[:, None]) & (column < (-(-stop // block_size))[:, None])
     return jnp.any(needed & ((table < 0) | (table >= num_blocks)), axis=1)
+
+
+def _masks(
+    call: PagedAttentionCall | EncoderAttentionCall, starts: Array, contexts: Array, lengths: Array, *, causal: bool
+) -> dict[str, Any]:
+    """What a row sees, as `Problem` and `needs_missing_block` have it: causality and a window, or, with key ranges, one interval."""
+    window = call.sliding_window if call.traced_window is None else call.traced_window
+    if call.key_range is None:
+        return {"causal": causal, "sliding_window": window}
+    intervals = visible_intervals(starts, contexts, lengths, call.key_range, causal=causal, window=window)
+    return {"causal": False, "sliding_window": None, "intervals": intervals}
 
 
 def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
@@ -140,6 +157,9 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     )
     factor = jnp.float32(call.scale) if call.score_scale is None else call.scale * call.score_scale
     contexts = seq_lens - (starts[1:] - starts[:-1])
+    # A position past the table has no block.
+    lengths = jnp.minimum(contexts if call.context_only else seq_lens, min(width * spec.block_size, INT32_MAX))
+    masks = _masks(call, starts, contexts, lengths, causal=metadata.causal)
     if new_tokens is not None:
         dtype = jnp.dtype(jnp.float32)
         key, value = new_tokens
@@ -148,32 +168,29 @@ def _paged_attention(call: PagedAttentionCall, new_tokens, *, platform: str):
     problem = Problem(
         query=call.query,
         query_start_loc=starts,
-        # A position past the table has no block.
-        lengths=jnp.minimum(contexts if call.context_only else seq_lens, min(width * spec.block_size, INT32_MAX)),
+        lengths=lengths,
         contexts=contexts,
         source=source,
         score_factor=factor * k_scale,
         sinks=call.sinks,
         alibi_slopes=call.alibi_slopes,
         qq_bias=call.qq_bias,
-        causal=metadata.causal,
-        sliding_window=call.sliding_window,
         logits_soft_cap=call.logits_soft_cap,
         max_query_len=metadata.max_query_len,
         dtype=dtype,
         varying=(call, new_tokens),
+        **masks,
     )
     # Positions that are read from the new tokens need no block.
     cached = problem if new_tokens is None else replace(problem, lengths=jnp.minimum(problem.lengths, jnp.maximum(contexts, 0)))
     invalid = needs_missing_block(
-        starts[1:] - starts[:-1],
+        starts,
         contexts,
         cached.lengths,
         table,
         num_blocks=spec.num_blocks,
         block_size=spec.block_size,
-        sliding_window=call.sliding_window,
-        causal=metadata.causal,
+        **masks,
     )
     problem = replace(problem, invalid=invalid)
     out, lse = attend(problem, platform)
@@ -189,22 +206,22 @@ def _encoder_attention(call: EncoderAttentionCall, *, platform: str):
     lengths = starts[1:] - starts[:-1]
     heads = call.key.shape[1]
     factor = jnp.float32(call.scale) if call.score_scale is None else call.scale * call.score_scale
+    contexts = jnp.zeros_like(lengths)
     problem = Problem(
         query=call.query,
         query_start_loc=starts,
         lengths=lengths,
-        contexts=jnp.zeros_like(lengths),
+        contexts=contexts,
         source=DenseSource(call.key, call.value, starts, min(chunk_tokens(platform), max(1, call.key.shape[0]))),
         score_factor=jnp.broadcast_to(factor, (heads,)),
         sinks=call.sinks,
         alibi_slopes=call.alibi_slopes,
         qq_bias=None,
-        causal=call.causal,
-        sliding_window=call.sliding_window,
         logits_soft_cap=call.logits_soft_cap,
         max_query_len=call.metadata.max_query_len,
         dtype=operand_dtype(call.query.dtype, call.key.dtype, platform),
         varying=call,
+        **_masks(call, starts, contexts, lengths, causal=call.causal),
     )
     out, lse = attend(problem, platform)
     out = out.astype(call.query.dtype)

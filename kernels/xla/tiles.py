@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from purepage.functional.integers import INT32_MAX
+from purepage.functional.intervals import Interval
 from purepage.kernels.xla.varying import vary_like
 
 LOG_ZERO = -jnp.inf
@@ -64,9 +66,9 @@ class Problem:
     score_factor: Float[Array, " H"]
     sinks: Float[Array, " Hq"] | None
     alibi_slopes: Float[Array, " Hq"] | None
-    qq_bias: Float[Array, "Lq Lk"] | None
+    qq_bias: Float[Array, "*S Lq Lk"] | None
     causal: bool
-    sliding_window: int | None
+    sliding_window: int | Array | None
     logits_soft_cap: float | None
     max_query_len: int
     dtype: np.dtype
@@ -75,10 +77,14 @@ class Problem:
     """The arrays that the results depend on, for the types of loop states inside `shard_map`."""
     invalid: Bool[Array, " S"] | None = None
     """Sequences whose rows are NaN, since they need a block that the cache does not have."""
+    intervals: Interval | None = None
+    """The keys that each row sees, i32[T] each; causality, window and length are in them, and `causal` and `sliding_window` off."""
 
 
-def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, "1 C"], qq_bias: Array | None) -> Bool[Array, "R Q C"]:
-    """The one definition of what a query sees: length, causality, window and a bias of -inf."""
+def _visible(
+    problem: Problem, items: Items, spans: Interval | None, rows: int, keys: Int[Array, "1 C"], qq_bias: Array | None
+) -> Bool[Array, "R Q C"]:
+    """The one definition of what a query sees: length, causality, window, `spans` [R, Q] and a bias of -inf."""
     row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
     query_at = items.first_position[:, None, None] + row
     key_at = keys[:, None, :]
@@ -89,13 +95,15 @@ def _visible(problem: Problem, items: Items, rows: int, keys: Int[Array, "1 C"],
         keep &= query_at - key_at < problem.sliding_window
         if not problem.causal:
             keep &= key_at - query_at < problem.sliding_window
+    if spans is not None:
+        keep &= (key_at >= spans[0][:, :, None]) & (key_at < spans[1][:, :, None])
     if qq_bias is not None:
         keep &= qq_bias != -jnp.inf
     return keep & (row < items.count[:, None, None])
 
 
 def window_range(
-    first: Array, last: Array, start: Array, stop: Array, window: int | None, *, causal: bool
+    first: Array, last: Array, start: Array, stop: Array, window: int | Array | None, *, causal: bool
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
     """[start, stop) without the keys that no query at positions `first` to `last` has in its window. No sum can overflow int32."""
     if window is None:
@@ -119,11 +127,12 @@ def _qq_bias(problem: Problem, items: Items, rows: int, keys: Int[Array, "1 C"])
     """Bias of this step's queries and keys; 0 where a key is of an earlier step, or past the given bias."""
     if problem.qq_bias is None or 0 in problem.qq_bias.shape:
         return None
-    height, width = problem.qq_bias.shape
+    height, width = problem.qq_bias.shape[-2:]
     row = items.first_position[:, None] + jnp.arange(rows, dtype=jnp.int32)[None] - items.context[:, None]
     column = keys - items.context[:, None]
     inside = ((row >= 0) & (row < height))[:, :, None] & ((column >= 0) & (column < width))[:, None, :]
-    picked = problem.qq_bias[jnp.clip(row, 0, height - 1)[:, :, None], jnp.clip(column, 0, width - 1)[:, None, :]]
+    at = jnp.clip(row, 0, height - 1)[:, :, None], jnp.clip(column, 0, width - 1)[:, None, :]
+    picked = problem.qq_bias[at if problem.qq_bias.ndim == 2 else (items.sequence[:, None, None], *at)]
     return jnp.where(inside, picked, 0.0)
 
 
@@ -173,7 +182,23 @@ def _weighted_values(
     return lax.cond(jnp.all(jnp.isfinite(values)), plain, guarded, values)
 
 
-def _full_chunks(problem: Problem, items: Items, live: Bool[Array, " R"], chunk: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def _item_range(problem: Problem, items: Items, spans: Interval | None, rows: int) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """[start, stop) of the keys that some query of an item sees."""
+    last_position = items.first_position + items.count - 1
+    stop = jnp.minimum(items.seq_len, last_position + 1) if problem.causal else items.seq_len
+    start, stop = window_range(
+        items.first_position, last_position, jnp.zeros_like(stop), stop, problem.sliding_window, causal=problem.causal
+    )
+    if spans is not None:
+        sees = (jnp.arange(rows, dtype=jnp.int32)[None] < items.count[:, None]) & (spans[0] < spans[1])
+        start = jnp.maximum(start, jnp.min(jnp.where(sees, spans[0], INT32_MAX), axis=1))
+        stop = jnp.minimum(stop, jnp.max(jnp.where(sees, spans[1], 0), axis=1))
+    return start, stop
+
+
+def _full_chunks(
+    problem: Problem, items: Items, spans: Interval | None, rows: int, live: Bool[Array, " R"], chunk: int
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """[first, end) of the chunks that all queries of all live items see whole; first may lie beyond end."""
     last_position = items.first_position + items.count - 1
     stop = jnp.minimum(items.seq_len, items.first_position + 1) if problem.causal else items.seq_len
@@ -182,7 +207,11 @@ def _full_chunks(problem: Problem, items: Items, live: Bool[Array, " R"], chunk:
     start, stop = window_range(
         last_position, items.first_position, jnp.zeros_like(stop), stop, problem.sliding_window, causal=problem.causal
     )
-    return jnp.max(jnp.where(live, -(-start // chunk), 0)), jnp.min(jnp.where(live, stop // chunk, jnp.iinfo(jnp.int32).max))
+    if spans is not None:
+        exists = jnp.arange(rows, dtype=jnp.int32)[None] < items.count[:, None]
+        start = jnp.maximum(start, jnp.max(jnp.where(exists, spans[0], 0), axis=1))
+        stop = jnp.minimum(stop, jnp.min(jnp.where(exists, spans[1], INT32_MAX), axis=1))
+    return jnp.max(jnp.where(live, -(-start // chunk), 0)), jnp.min(jnp.where(live, stop // chunk, INT32_MAX))
 
 
 def attend_items(problem: Problem, items: Items, rows: int, platform: str):
@@ -192,21 +221,19 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     chunk, heads = problem.source.chunk, problem.source.num_kv_heads
     group = num_heads // heads
     token = items.first[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
-    query = problem.query[jnp.minimum(token, tokens - 1)].astype(problem.dtype).reshape(count, rows, heads, group, head_size)
+    token = jnp.minimum(token, tokens - 1)
+    spans = None if problem.intervals is None else (problem.intervals[0][token], problem.intervals[1][token])
+    query = problem.query[token].astype(problem.dtype).reshape(count, rows, heads, group, head_size)
     # Queries of one KV head as the rows of one matrix: a product with more free axes is transposed for each chunk.
     query = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(count, heads, group * rows, head_size)
     factor = problem.score_factor
     if problem.dtype == jnp.float32:  # here it costs one product a query, not one a score
         query, factor = query * factor[None, :, None, None], None
 
-    last_position = items.first_position + items.count - 1
-    stop = jnp.minimum(items.seq_len, last_position + 1) if problem.causal else items.seq_len
-    start, stop = window_range(
-        items.first_position, last_position, jnp.zeros_like(stop), stop, problem.sliding_window, causal=problem.causal
-    )
+    start, stop = _item_range(problem, items, spans, rows)
     live = (items.count > 0) & (start < stop)
     end_chunk = jnp.max(jnp.where(live, -(-stop // chunk), 0))
-    first_chunk = jnp.minimum(jnp.min(jnp.where(live, start // chunk, jnp.iinfo(jnp.int32).max)), end_chunk)
+    first_chunk = jnp.minimum(jnp.min(jnp.where(live, start // chunk, INT32_MAX)), end_chunk)
 
     def step(index, state, masked: bool):
         row_max, row_sum, out = state
@@ -224,7 +251,7 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
             scores += qq_bias[:, None, None]
         keep = None
         if masked:
-            keep = _visible(problem, items, rows, keys, qq_bias)
+            keep = _visible(problem, items, spans, rows, keys, qq_bias)
             scores = jnp.where(keep[:, None, None], scores, LOG_ZERO)
             if rows == 1:
                 seen = keep[:, 0]
@@ -249,7 +276,7 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     state = vary_like((row_max, row_sum, jnp.zeros((*shape, head_size), jnp.float32)), problem.varying)
     if rows > SMALL_QUERIES and platform == "cpu":
         # Chunks that every query sees whole: there is nothing to mask. The others lie before and after them.
-        first_full, end_full = _full_chunks(problem, items, live, chunk)
+        first_full, end_full = _full_chunks(problem, items, spans, rows, live, chunk)
         first_full = jnp.clip(first_full, first_chunk, end_chunk)
         end_full = jnp.clip(end_full, first_full, end_chunk)
         state = lax.fori_loop(first_full, end_full, partial(step, masked=False), state)

@@ -550,7 +550,7 @@ BAD_CALLS = {
     "an infinite sink": (lambda q, c, m: pp.paged_attention(q, c, m, sinks=[0, np.inf, 0, 0]), ValueError, r"sinks\[1\]"),
     "a NaN slope": (lambda q, c, m: pp.paged_attention(q, c, m, alibi_slopes=[0, 0, np.nan, 0]), ValueError, r"alibi_slopes\[2\]"),
     "a NaN bias": (lambda q, c, m: pp.paged_attention(q, c, m, qq_bias=[[np.nan]]), ValueError, "qq_bias"),
-    "traced window": (lambda q, c, m: jax.jit(lambda w: pp.paged_attention(q, c, m, sliding_window=w))(3), TypeError, "sliding_window"),
+    "traced window": (lambda q, c, m: jax.jit(lambda w: pp.paged_attention(q, c, m, sliding_window=w))(3.0), TypeError, "sliding_window"),
     "negative soft cap": (lambda q, c, m: pp.paged_attention(q, c, m, logits_soft_cap=-1.0), ValueError, "logits_soft_cap"),
     "traced soft cap": (
         lambda q, c, m: jax.jit(lambda w: pp.paged_attention(q, c, m, logits_soft_cap=w))(3.0),

@@ -78,9 +78,22 @@ def test_a_value_that_is_not_finite_reaches_the_queries_that_see_it_and_no_other
     np.testing.assert_allclose(out[position:][..., others], clean[position:][..., others], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+def as_it_is(window, positions):
+    return {"sliding_window": window}
+
+
+def as_data(window, positions):
+    return {"sliding_window": jnp.int32(window or 0)}
+
+
+def as_a_range(window, positions):
+    return {"key_range": (positions - (window or len(positions) * 9) + 1, positions + 1)}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("given", [as_it_is, as_data, as_a_range])
 @pytest.mark.parametrize("window", [None, 1, CHUNK + 9, CHUNK + TILE + 1])
-def test_each_tile_reads_each_chunk_that_it_sees_once(window, monkeypatch):
+def test_each_tile_reads_each_chunk_that_it_sees_once(window, given, monkeypatch):
     context, new = CHUNK + 45, 2 * TILE + 30
     reads, load = [], attention.PagedSource.load
 
@@ -89,8 +102,10 @@ def test_each_tile_reads_each_chunk_that_it_sees_once(window, monkeypatch):
         return load(self, items, index, dtype)
 
     monkeypatch.setattr(attention.PagedSource, "load", counting)
+    jax.clear_caches()  # windows as data share a trace
     query, value, cache_of, metadata = one_prompt(context + new, new, seed=1)
-    jax.block_until_ready(pp.paged_attention(query, cache_of(value), metadata, implementation="xla", sliding_window=window))
+    options = given(window, np.arange(context, context + new))
+    jax.block_until_ready(pp.paged_attention(query, cache_of(value), metadata, implementation="xla", **options))
     jax.effects_barrier()
     expected = []
     for first in range(context, context + new, TILE):
