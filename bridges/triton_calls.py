@@ -18,10 +18,11 @@ from ..functional.calls import (
     UpdateCacheCall,
 )
 from ..functional.features import Serves
+from ..functional.intervals import hulls, visible_intervals
 from ..functional.layout import LAYOUT_PROPERTIES
 from ..kernels.archs import ARCHS
 from ..kernels.launch import Program
-from ..kernels.plans.attention import plan_paged_attention
+from ..kernels.plans.attention import MAX_WINDOW, plan_paged_attention
 from ..kernels.plans.encoder import EncoderShape, plan_encoder_attention
 from ..kernels.plans.merge import MergeShape, plan_merge
 from ..kernels.plans.shapes import PagedAttentionShape
@@ -84,10 +85,12 @@ def _paged_attention_shape(call: PagedAttentionCall) -> PagedAttentionShape:
         max_seq_len=metadata.max_seq_len,
         causal=metadata.causal,
         sliding_window=call.sliding_window,
+        traced_window=call.traced_window is not None,
+        ranged=call.key_range is not None,
         logits_soft_cap=call.logits_soft_cap,
         has_alibi=call.alibi_slopes is not None,
         has_sinks=call.sinks is not None,
-        qq_bias=None if call.qq_bias is None else (call.qq_bias.shape[0], call.qq_bias.shape[1]),
+        qq_bias=None if call.qq_bias is None else tuple(call.qq_bias.shape),
         has_score_scale=call.score_scale is not None,
         scale=call.scale,
         scales_per_head=cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2,
@@ -97,8 +100,24 @@ def _paged_attention_shape(call: PagedAttentionCall) -> PagedAttentionShape:
     )
 
 
+def _masks(
+    call: PagedAttentionCall | EncoderAttentionCall, starts: Array, contexts: Array, lengths: Array, *, causal: bool
+) -> Array | None:
+    """What `purepage.kernels.triton.masks` reads, i32: a window, or the interval of keys of each sequence and of each token."""
+    if call.key_range is None:
+        return None if call.traced_window is None else jnp.minimum(call.traced_window, MAX_WINDOW).reshape(1)
+    window = call.sliding_window if call.traced_window is None else call.traced_window
+    intervals = visible_intervals(starts, contexts, lengths, call.key_range, causal=causal, window=window)
+    return jnp.concatenate([jnp.stack(pair, axis=1).reshape(-1) for pair in (hulls(intervals, starts), intervals)])
+
+
 def _paged_attention_arrays(call: PagedAttentionCall) -> dict[str, Array | None]:
     metadata, arrays = call.metadata, _cache_arrays(call.cache, call.layer)
+    starts, seq_lens = _int32(metadata.query_start_loc), _int32(metadata.seq_lens)
+    contexts = seq_lens - (starts[1:] - starts[:-1])
+    masks = _masks(call, starts, contexts, contexts if call.context_only else seq_lens, causal=metadata.causal)
+    if masks is not None:
+        arrays["layer"] = jnp.concatenate([arrays["layer"], masks])
     if call.cache.k_scale.ndim != call.cache.v_scale.ndim:  # the kernel reads both alike
         heads = call.cache.local_spec.num_kv_heads
         for name in ("k_scale", "v_scale"):
@@ -107,8 +126,8 @@ def _paged_attention_arrays(call: PagedAttentionCall) -> dict[str, Array | None]
     return {
         **arrays,
         "query": call.query,
-        "query_start_loc": _int32(metadata.query_start_loc),
-        "seq_lens": _int32(metadata.seq_lens),
+        "query_start_loc": starts,
+        "seq_lens": seq_lens,
         "block_table": _int32(metadata.block_table),
         "alibi_slopes": call.alibi_slopes,
         "sinks": call.sinks,
@@ -226,18 +245,26 @@ def _encoder_shape(call: EncoderAttentionCall) -> EncoderShape:
         scale=call.scale,
         causal=call.causal,
         sliding_window=call.sliding_window,
+        traced_window=call.traced_window is not None,
+        ranged=call.key_range is not None,
         logits_soft_cap=call.logits_soft_cap,
+        has_alibi=call.alibi_slopes is not None,
         has_sinks=call.sinks is not None,
         has_score_scale=call.score_scale is not None,
+        return_lse=call.return_lse,
     )
 
 
 def _encoder_arrays(call: EncoderAttentionCall) -> dict[str, Array | None]:
+    starts = _int32(call.metadata.query_start_loc)
+    lengths = starts[1:] - starts[:-1]
     return {
         "query": call.query,
         "key": call.key,
         "value": call.value,
-        "query_start_loc": _int32(call.metadata.query_start_loc),
+        "query_start_loc": starts,
+        "masks": _masks(call, starts, jnp.zeros_like(lengths), lengths, causal=call.causal),
+        "alibi_slopes": call.alibi_slopes,
         "sinks": call.sinks,
         "score_scale": _vector(call.score_scale),
     }
@@ -258,9 +285,8 @@ def _attention_results(call: PagedAttentionCall, arrays: tuple[Array, ...]) -> t
     return out, (lse[0] if lse else None)
 
 
-def _only(call: Any, arrays: tuple[Array, ...]) -> Array:
-    (result,) = arrays
-    return result
+def _encoder_results(call: EncoderAttentionCall, arrays: tuple[Array, ...]) -> Array | tuple[Array, ...]:
+    return arrays if call.return_lse else arrays[0]
 
 
 def _as_they_are(call: Any, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -286,7 +312,7 @@ _TABLE = _MODEL | {"float64"}
 """float64 exists only under x64; `_table` narrows it to float32, in which kernels compute."""
 _CACHE = frozenset(("quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
 _ROTARY = frozenset(("partial_rotary", "gptj_rotary"))
-_SCORES = frozenset(("score_scale", "sinks", "sliding_window", "logits_soft_cap"))
+_SCORES = frozenset(("score_scale", "sinks", "sliding_window", "traced_window", "key_range", "alibi_slopes", "logits_soft_cap"))
 
 
 def _serves(features: frozenset[str], *, layouts: bool = True, **dtypes: frozenset[str]) -> Serves:
@@ -311,7 +337,9 @@ _QK_NORM = Operation(
 OPERATIONS: Mapping[str, Operation] = {
     "paged_attention": Operation(
         _serves(
-            _SCORES | _CACHE | {"alibi_slopes", "qq_bias", "output_scale", "return_lse", "context_only", "non_causal", "quantized_query"},
+            _SCORES
+            | _CACHE
+            | {"qq_bias", "qq_bias_per_sequence", "output_scale", "return_lse", "context_only", "non_causal", "quantized_query"},
             query=_MODEL | _FP8,
             cache=_MODEL | _FP8,
             output_dtype=_MODEL | _FP8,
@@ -322,7 +350,11 @@ OPERATIONS: Mapping[str, Operation] = {
         _attention_results,
     ),
     "encoder_attention": Operation(
-        _serves(_SCORES | {"causal"}, layouts=False, query=_MODEL), _encoder_shape, plan_encoder_attention, _encoder_arrays, _only
+        _serves(_SCORES | {"causal", "return_lse"}, layouts=False, query=_MODEL),
+        _encoder_shape,
+        plan_encoder_attention,
+        _encoder_arrays,
+        _encoder_results,
     ),
     "update_cache": Operation(
         _serves(_CACHE, cache=_MODEL | _FP8, key=_MODEL, value=_MODEL), _update_shape, plan_update_cache, _update_arrays, _with_cache

@@ -26,6 +26,11 @@ def kernel_window(window: int | None) -> int:
     return min(max(window or 0, 0), MAX_WINDOW)
 
 
+def masks_of(shape: Any) -> int:
+    """Integers that `purepage.kernels.triton.masks` reads: a window, or two of each sequence and two of each token."""
+    return 2 * (shape.num_seqs + shape.num_tokens) if shape.ranged else int(shape.traced_window)
+
+
 def channels_at_a_time(head_pad: int, row: PrefillConfig | DecodeConfig) -> int:
     """How many channels of the query are loaded at a time, with every tile; 0 where it is kept."""
     return row.reload_query if row.reload_query < head_pad else 0
@@ -212,7 +217,7 @@ def _inputs(shape: PagedAttentionShape) -> dict[str, Buffer]:
         "query_start_loc": Buffer((shape.num_seqs + 1,), "int32"),
         "seq_lens": Buffer((shape.num_seqs,), "int32"),
         "block_table": Buffer((shape.num_seqs, shape.table_width), "int32"),
-        "layer": Buffer((1,), "int32"),
+        "layer": Buffer((1 + masks_of(shape),), "int32"),
     }
     if shape.has_alibi:
         inputs["alibi_slopes"] = Buffer((shape.num_heads,), "float32")
@@ -231,20 +236,23 @@ def _spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig | DecodeCon
     """Facts of a launch: those of the call, those of the configuration, and how the work is cut."""
     cache = shape.cache
     key, value = cache.side_strides
-    bias_rows, bias_columns = shape.qq_bias or (0, 0)
+    bias_rows, bias_columns = (shape.qq_bias or (0, 0))[-2:]
     return AttentionSpec(
         num_heads=shape.num_heads,
         queries_per_kv_head=shape.group,
         head_size=cache.head_size,
         head_pad=shape.head_pad,
         scale=float(shape.scale),
-        causal=shape.causal and not shape.context_only,  # a key of the context is before every query
-        context_only=shape.context_only,
-        window=kernel_window(shape.sliding_window),
+        causal=shape.causal and not shape.context_only and not shape.ranged,  # a key of the context is before every query
+        context_only=shape.context_only and not shape.ranged,
+        window=0 if shape.ranged else kernel_window(shape.sliding_window),
+        traced_window=shape.traced_window and not shape.ranged,
+        ranged=shape.ranged,
         soft_cap=float(shape.logits_soft_cap or 0.0),
         has_alibi=shape.has_alibi,
         bias_rows=bias_rows,
         bias_columns=bias_columns,
+        bias_per_sequence=shape.qq_bias is not None and len(shape.qq_bias) == 3,
         query_dtype=shape.query_dtype,
         out_dtype=shape.output_dtype,
         compute_dtype="float32" if arch.vendor == "cpu" else shape.compute_dtype,  # the interpreter's dot takes bfloat16 for integers

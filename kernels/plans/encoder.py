@@ -10,7 +10,7 @@ from ..archs.choice import config_for, narrowed, over_limits, smaller
 from ..archs.configs import PrefillConfig
 from ..launch import Buffer, Launch, Program
 from ..triton.spec import AttentionSpec, KVLayout
-from .attention import channels_at_a_time, edge_of, kernel_window, shared_bytes, sums_of
+from .attention import channels_at_a_time, edge_of, kernel_window, masks_of, shared_bytes, sums_of
 from .shapes import PagedAttentionShape
 from .sizes import ceil_div, next_power_of_two
 
@@ -31,9 +31,13 @@ class EncoderShape:
     scale: float
     causal: bool = False
     sliding_window: int | None = None
+    traced_window: bool = False
+    ranged: bool = False
     logits_soft_cap: float | None = None
+    has_alibi: bool = False
     has_sinks: bool = False
     has_score_scale: bool = False
+    return_lse: bool = False
 
     @property
     def head_pad(self) -> int:
@@ -52,7 +56,8 @@ def _heads_and_rows(shape: EncoderShape, row: PrefillConfig) -> tuple[int, int]:
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: PrefillConfig | None) -> PrefillConfig:
     """The override, or the tables' row, made smaller until it keeps the arch's limits."""
-    row = override or narrowed(config_for(arch, arch.prefill, shape.head_pad), arch, float32=shape.dtype == "float32")
+    crowded = shape.head_pad > 64 and (shape.has_alibi or shape.ranged)
+    row = override or narrowed(config_for(arch, arch.prefill, shape.head_pad), arch, float32=shape.dtype == "float32", crowded=crowded)
     while True:
         why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
         if why is None:
@@ -95,7 +100,8 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
       tiled: tile sizes in place of the table's.
 
     Returns:
-      A program with inputs query, key, value, query_start_loc and those optional ones that the shape has (sinks, score_scale); output out.
+      A program with inputs query, key, value, query_start_loc and those optional ones that the shape has (masks, alibi_slopes, sinks,
+      score_scale); outputs out and, if asked, lse.
 
     Raises:
       ValueError: the override passes a limit of the arch.
@@ -108,6 +114,10 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
     states = Buffer((shape.num_tokens, shape.num_heads, shape.head_size), shape.dtype)
     keys = Buffer((shape.num_tokens, shape.num_kv_heads, shape.head_size), shape.dtype)
     inputs = {"query": states, "key": keys, "value": keys, "query_start_loc": Buffer((shape.num_seqs + 1,), "int32")}
+    if masks_of(shape):
+        inputs["masks"] = Buffer((masks_of(shape),), "int32")
+    if shape.has_alibi:
+        inputs["alibi_slopes"] = Buffer((shape.num_heads,), "float32")
     if shape.has_sinks:
         inputs["sinks"] = Buffer((shape.num_heads,), "float32")
     if shape.has_score_scale:
@@ -132,9 +142,12 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
         head_size=shape.head_size,
         head_pad=shape.head_pad,
         scale=float(shape.scale),
-        causal=shape.causal,
-        window=kernel_window(shape.sliding_window),
+        causal=shape.causal and not shape.ranged,
+        window=0 if shape.ranged else kernel_window(shape.sliding_window),
+        traced_window=shape.traced_window and not shape.ranged,
+        ranged=shape.ranged,
         soft_cap=float(shape.logits_soft_cap or 0.0),
+        has_alibi=shape.has_alibi,
         query_dtype=shape.dtype,
         out_dtype=shape.dtype,
         compute_dtype="float32" if arch == "cpu" else shape.dtype,  # the interpreter's dot takes bfloat16 for integers
@@ -151,15 +164,16 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
     )
     # Sequence s has row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
     blocks = ceil_div(shape.num_tokens, tokens) + shape.num_seqs if shape.num_tokens else 0
-    names = ("out", "query", "key", "value", "query_start_loc", "sinks", "score_scale")
+    outputs = {"out": states, **({"lse": Buffer((shape.num_tokens, shape.num_heads), "float32")} if shape.return_lse else {})}
+    names = "out lse query key value query_start_loc masks alibi_slopes sinks score_scale".split()
     launch = Launch(
         kernel=ENCODER_KERNEL,
         grid=(blocks * shape.num_kv_heads * ceil_div(shape.group, heads), 1, 1),
-        args=(*(name if name == "out" or name in inputs else None for name in names), shape.num_tokens, shape.num_seqs),
-        writes=("out",),
+        args=(*(name if name in inputs or name in outputs else None for name in names), shape.num_tokens, shape.num_seqs),
+        writes=tuple(outputs),
         constants=(("S", spec),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         options=row.options,
     )
-    return Program("encoder_attention", tuple(inputs.items()), (("out", states),), (), (), (launch,))
+    return Program("encoder_attention", tuple(inputs.items()), tuple(outputs.items()), (), (), (launch,))

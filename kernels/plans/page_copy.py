@@ -56,6 +56,8 @@ def page_copy_launch(shape: PagedAttentionShape, copied: PagedAttentionShape, sp
         causal=spec.causal,
         context_only=spec.context_only,
         window=spec.window,
+        traced_window=spec.traced_window,
+        ranged=spec.ranged,
         page_size=PAGE_SIZE,
         out_dtype=copied.query_dtype,
         hardware_fp8=spec.hardware_fp8,

@@ -19,7 +19,9 @@ class PagedAttentionShape:
       cache: spec of the cache at hand (under `shard_map` the shard's).
       cache_dtype: dtype of the cache's buffer; None is `cache.storage_dtype`.
       max_query_len, max_seq_len: upper bounds; `max_seq_len` None is the table's width.
-      qq_bias: shape of the bias, or None.
+      traced_window: W is data; `sliding_window` is then None.
+      ranged: the interval of keys that each row sees is data, with causality, window and length in it.
+      qq_bias: shape of the bias, [Lq, Lk] or [S, Lq, Lk], or None.
       has_score_scale: an f32[1] that multiplies the scores is passed.
       scales_per_head: `k_scale` and `v_scale` are [L, H], not [L].
       context_only: only keys before this step's tokens are seen.
@@ -37,10 +39,12 @@ class PagedAttentionShape:
     max_seq_len: int | None = None
     causal: bool = True
     sliding_window: int | None = None
+    traced_window: bool = False
+    ranged: bool = False
     logits_soft_cap: float | None = None
     has_alibi: bool = False
     has_sinks: bool = False
-    qq_bias: tuple[int, int] | None = None
+    qq_bias: tuple[int, ...] | None = None
     has_score_scale: bool = False
     scale: float
     scales_per_head: bool = False

@@ -11,30 +11,29 @@ import triton.language as tl
 from .address import side_base, uniform
 from .kv_block import lost_blocks
 from .kv_loop import attend_keys
-from .masks import key_bounds, tile_bounds
+from .masks import key_bounds, range_bounds, ranges_of, sequence_bounds, tile_bounds, window_of
 from .output import store_rows, store_zeros
-from .query import LOG2E, block_rows, head_scale, load_query, score_factor
+from .query import LOG2E, bias_table, block_rows, head_scale, load_query, score_factor
 from .softmax import initial_state
 from .spec import QueryRows, SequenceKeys, SoftmaxState
 
 
 @triton.jit
-def tiles_of(query_len, kv_len, is_seq, S: tl.constexpr):
+def tiles_of(masks, seq, query_len, kv_len, is_seq, window, S: tl.constexpr):
     """Tiles to read for sequences (one, or a vector of them); 0 for those that do not belong to the decode kernel."""
-    context = kv_len - query_len
-    begin, end, _, _ = key_bounds(context, kv_len - 1, context if S.context_only else kv_len, S)
+    begin, end = sequence_bounds(masks, seq, query_len, kv_len, is_seq, window, S)
     lo, hi, _, _ = tile_bounds(begin, end, begin, end, S.block_n)
     return tl.where(is_seq & (query_len > 0) & (query_len <= S.split_tokens), hi - lo, 0)
 
 
 @triton.jit
-def tiles_of_batch(query_start_loc, seq_lens, num_seqs, S: tl.constexpr):
+def tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window, S: tl.constexpr):
     """([seqs_pad] sequence numbers, [seqs_pad] their tiles)."""
     seqs = tl.arange(0, S.seqs_pad)
     is_seq = seqs < num_seqs
     query_len = tl.load(query_start_loc + seqs + 1, mask=is_seq, other=0) - tl.load(query_start_loc + seqs, mask=is_seq, other=0)
     kv_len = tl.load(seq_lens + seqs, mask=is_seq, other=0)
-    return seqs, tiles_of(query_len, kv_len, is_seq, S)
+    return seqs, tiles_of(masks, seqs, query_len, kv_len, is_seq, window, S)
 
 
 @triton.jit
@@ -49,10 +48,10 @@ def paged_attention_decode(
     query_start_loc,  # [S + 1] i32
     seq_lens,  # [S] i32
     block_table,  # [S, M] i32
-    layer,  # [1] i32
+    layer,  # i32: the layer, then the `masks` that are data
     alibi_slopes,  # [Hq] f32, or None
     sinks,  # [Hq] f32, or None
-    qq_bias,  # [bias_rows, bias_columns] f32, or None
+    qq_bias,  # [bias_rows, bias_columns] f32, or one for each sequence, or None
     score_scale,  # [1] f32, or None
     output_scale,  # [1] f32, or None
     num_seqs,  # i32: S
@@ -68,7 +67,9 @@ def paged_attention_decode(
     part = program // S.head_blocks
     kv_head = head_block // S.group_blocks
 
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, S)
+    masks = layer + 1
+    window = window_of(masks, S)
+    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window, S)
     ends = tl.cumsum(counts, 0)
     total = uniform(tl.sum(counts, 0), S.amd)
     share = (total + S.num_splits - 1) // S.num_splits
@@ -97,25 +98,30 @@ def paged_attention_decode(
         slope = LOG2E * tl.load(alibi_slopes + head, mask=is_row, other=0.0)
     else:
         slope = None
-    if S.bias_columns > 0:
-        bias_row = qq_bias + row_token * S.bias_columns
-    else:
-        bias_row = None
 
     for seq in tl.range(first_seq, last_seq + 1, num_stages=1):
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
         kv_len = tl.load(seq_lens + seq)
-        count = tiles_of(query_len, kv_len, seq < num_seqs, S)
+        count = tiles_of(masks, seq, query_len, kv_len, seq < num_seqs, window, S)
         part_lo = tl.maximum(share_begin - seq_begin, 0)
         part_hi = tl.minimum(share_end - seq_begin, count)
         if part_hi > part_lo:
             context = kv_len - query_len
             ok = is_row & (row_token < query_len)
             visible_len = context if S.context_only else kv_len
-            key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, visible_len, S)
+            token = query_start.to(tl.int64) + row_token
+            if S.ranged:
+                ranges = ranges_of(masks, num_seqs, query_start, S)
+                key_begin, key_end, full_begin, full_end = range_bounds(ranges, ok, S)
+            else:
+                ranges = None
+                key_begin, key_end, full_begin, full_end = key_bounds(context, kv_len - 1, visible_len, window, S)
             if S.bias_columns > 0:
+                bias_row = bias_table(qq_bias, seq, S) + row_token * S.bias_columns
                 full_end = tl.minimum(full_end, tl.maximum(context, 0))
+            else:
+                bias_row = None
             lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, S.block_n)
             hi = lo + part_hi
             lo = lo + part_lo
@@ -127,10 +133,9 @@ def paged_attention_decode(
             state = initial_state(sinks, head, ok, part_lo, S)
             state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
             keys = SequenceKeys(table_row, table_width, key_base, value_base, None, None, None, key_begin, key_end, context)
-            rows = QueryRows(q, source, factor, context + row_token, slope, bias_row, ok & (row_token < S.bias_rows))
+            rows = QueryRows(q, source, factor, context + row_token, window, ranges, slope, bias_row, ok & (row_token < S.bias_rows))
             state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
             if part_hi - part_lo == count:
-                token = query_start.to(tl.int64) + row_token
                 store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S)
             else:
                 # A part that starts with the share is the program's first, another one its last.
@@ -152,7 +157,7 @@ def paged_attention_reduce(
     v_scale,  # [L] or [L, H] f32
     query_start_loc,  # [S + 1] i32
     seq_lens,  # [S] i32
-    layer,  # [1] i32
+    layer,  # i32: the layer, then the `masks` that are data
     sinks,  # [Hq] f32, or None
     output_scale,  # [1] f32, or None
     num_tokens,  # i32: T
@@ -185,7 +190,8 @@ def paged_attention_reduce(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     if (query_len <= 0) | (query_len > S.split_tokens):
         return
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, S)
+    masks = layer + 1
+    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window_of(masks, S), S)
     total = tl.sum(counts, 0)
     begin = tl.sum(tl.where(seqs < seq, counts, 0), 0)
     count = tl.sum(tl.where(seqs == seq, counts, 0), 0)

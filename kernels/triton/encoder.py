@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from .kv_loop import attend_keys
-from .masks import key_bounds, tile_bounds
+from .masks import key_bounds, range_bounds, ranges_of, tile_bounds, window_of
 from .output import store_rows, zero_padding
-from .query import block_rows, load_query, locate_block, score_factor
+from .query import LOG2E, block_rows, load_query, locate_block, score_factor
 from .softmax import initial_state
 from .spec import QueryRows, SequenceKeys
 
@@ -14,10 +14,13 @@ from .spec import QueryRows, SequenceKeys
 @triton.jit
 def encoder_attention(
     out,  # [T, Hq, D] model dtype
+    lse,  # [T, Hq] f32, or None
     query,  # [T, Hq, D] model dtype
     key,  # [T, H, D] model dtype
     value,  # [T, H, D] model dtype
     query_start_loc,  # [S + 1] i32
+    masks,  # i32: the `masks` that are data, or None
+    alibi_slopes,  # [Hq] f32, or None
     sinks,  # [Hq] f32, or None
     score_scale,  # [1] f32, or None
     num_tokens,  # i32: T
@@ -31,13 +34,13 @@ def encoder_attention(
     kv_head = head_block // S.group_blocks
     row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
     used_tokens = tl.load(query_start_loc + num_seqs)
-    zero_padding(out, None, order, used_tokens, num_tokens, row_token, head, is_row, S)
+    zero_padding(out, lse, order, used_tokens, num_tokens, row_token, head, is_row, S)
 
     # The last blocks run first: under a causal mask they have the most tiles, and the light ones fill the tail.
     block = used_tokens // S.block_tokens + num_seqs - 1 - order
     if block < 0:
         return
-    _, start, length, first = locate_block(block, query_start_loc, num_seqs, S)
+    _, seq_start, length, first = locate_block(block, query_start_loc, num_seqs, S)
     if first >= length:
         return
     count = tl.minimum(length - first, S.block_tokens)
@@ -45,14 +48,24 @@ def encoder_attention(
     position = first + row_token
 
     factor = score_factor(score_scale, None, 0, kv_head, S)
-    q, source, factor = load_query(query, start + first, row_token, head, ok, factor, S)
+    q, source, factor = load_query(query, seq_start + first, row_token, head, ok, factor, S)
     state = initial_state(sinks, head, ok, 0, S)
-    rows = QueryRows(q, source, factor, position, None, None, ok)
+    if S.has_alibi:
+        slope = LOG2E * tl.load(alibi_slopes + head, mask=ok, other=0.0)
+    else:
+        slope = None
+    token = (seq_start + first).to(tl.int64) + row_token
+    window = window_of(masks, S)
 
-    base = start.to(tl.int64) * S.kv_row + kv_head * S.head_size
-    key_begin, key_end, full_begin, full_end = key_bounds(first, first + count - 1, length, S)
+    base = seq_start.to(tl.int64) * S.kv_row + kv_head * S.head_size
+    if S.ranged:
+        ranges = ranges_of(masks, num_seqs, seq_start + first, S)
+        key_begin, key_end, full_begin, full_end = range_bounds(ranges, ok, S)
+    else:
+        ranges = None
+        key_begin, key_end, full_begin, full_end = key_bounds(first, first + count - 1, length, window, S)
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, S.block_n)
+    rows = QueryRows(q, source, factor, position, window, ranges, slope, None, ok)
     keys = SequenceKeys(None, 0, key + base, value + base, None, None, None, key_begin, key_end, 0)
     state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
-    token = (start + first).to(tl.int64) + row_token
-    store_rows(out, None, token, head, ok, state, 1.0, None, S)
+    store_rows(out, lse, token, head, ok, state, 1.0, None, S)

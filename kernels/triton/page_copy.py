@@ -10,7 +10,7 @@ import triton.language as tl
 from .address import dim_offsets, side_base, token_offsets
 from .dtypes import to_compute
 from .kv_block import block_ids
-from .masks import key_bounds
+from .masks import sequence_bounds, window_of
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def copy_pages(
     query_start_loc,  # [S + 1] i32
     seq_lens,  # [S] i32
     block_table,  # [S, M] i32
-    layer,  # [1] i32
+    layer,  # i32: the layer, then the `masks` that are data
     table_width,  # i32: M
     copy_width,  # i32: pages of a sequence in the copy
     S: tl.constexpr,  # PageCopySpec
@@ -53,8 +53,8 @@ def copy_pages(
     page = index % copy_width
     query_len = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
     kv_len = tl.load(seq_lens + seq)
-    context = kv_len - query_len
-    begin, end, _, _ = key_bounds(context, kv_len - 1, context if S.context_only else kv_len, S)
+    masks = layer + 1
+    begin, end = sequence_bounds(masks, seq, query_len, kv_len, True, window_of(masks, S), S)
     seen = (query_len > S.split_tokens) & (page * S.page_size < end) & ((page + 1) * S.page_size > begin)
     position = page * S.page_size + tl.arange(0, S.page_size)
     table_row = block_table + tl.cast(seq, tl.int64) * table_width

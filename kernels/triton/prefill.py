@@ -6,9 +6,9 @@ import triton.language as tl
 from .address import matrix_place, side_base
 from .kv_block import lost_blocks
 from .kv_loop import attend_keys
-from .masks import key_bounds, tile_bounds
+from .masks import key_bounds, range_bounds, ranges_of, sequence_bounds, tile_bounds, window_of
 from .output import store_rows, zero_padding
-from .query import LOG2E, block_rows, head_scale, load_query, locate_block, score_factor
+from .query import LOG2E, bias_table, block_rows, head_scale, load_query, locate_block, score_factor
 from .softmax import initial_state
 from .spec import QueryRows, SequenceKeys, SoftmaxState
 
@@ -24,10 +24,10 @@ def paged_attention_prefill(
     query_start_loc,  # [S + 1] i32
     seq_lens,  # [S] i32
     block_table,  # [S, M] i32
-    layer,  # [1] i32
+    layer,  # i32: the layer, then the `masks` that are data
     alibi_slopes,  # [Hq] f32, or None
     sinks,  # [Hq] f32, or None
-    qq_bias,  # [bias_rows, bias_columns] f32, or None
+    qq_bias,  # [bias_rows, bias_columns] f32, or one for each sequence, or None
     score_scale,  # [1] f32, or None
     output_scale,  # [1] f32, or None
     num_tokens,  # i32: T
@@ -66,7 +66,9 @@ def paged_attention_prefill(
     # All rows of a sequence are NaN where one of them needs a block that is not in the cache, so the blocks of all rows are looked at.
     visible_len = context if S.context_only else kv_len
     table_row = block_table + tl.cast(seq, tl.int64) * table_width
-    seq_begin, seq_end, _, _ = key_bounds(context, kv_len - 1, visible_len, S)
+    masks = layer + 1
+    window = window_of(masks, S)
+    seq_begin, seq_end = sequence_bounds(masks, seq, query_len, kv_len, True, window, S)
     lost = lost_blocks(table_row, seq_begin, seq_end, table_width, S)
     factor = score_factor(score_scale, k_scale, layer_index, kv_head, S)
     q, source, factor = load_query(query, query_start + first, row_token, head, ok, factor, S)
@@ -77,11 +79,16 @@ def paged_attention_prefill(
     else:
         slope = None
     if S.bias_columns > 0:
-        bias_row = qq_bias + (first + row_token) * S.bias_columns
+        bias_row = bias_table(qq_bias, seq, S) + (first + row_token) * S.bias_columns
     else:
         bias_row = None
 
-    key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, visible_len, S)
+    if S.ranged:
+        ranges = ranges_of(masks, num_seqs, query_start + first, S)
+        key_begin, key_end, full_begin, full_end = range_bounds(ranges, ok, S)
+    else:
+        ranges = None
+        key_begin, key_end, full_begin, full_end = key_bounds(context + first, context + first + count - 1, visible_len, window, S)
     if S.bias_columns > 0:
         full_end = tl.minimum(full_end, tl.maximum(context, 0))  # tiles with a bias are masked: its columns have an end
     if S.frozen_max:
@@ -105,7 +112,7 @@ def paged_attention_prefill(
         key_end,
         context,
     )
-    rows = QueryRows(q, source, factor, position, slope, bias_row, ok & (first + row_token < S.bias_rows))
+    rows = QueryRows(q, source, factor, position, window, ranges, slope, bias_row, ok & (first + row_token < S.bias_rows))
     state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
     if S.is_quantized:
         value_scale = head_scale(v_scale, layer_index, kv_head, S)

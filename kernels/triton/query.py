@@ -56,6 +56,15 @@ def score_factor(score_scale, k_scale, layer, kv_head, S: tl.constexpr):
 
 
 @triton.jit
+def bias_table(qq_bias, seq, S: tl.constexpr):
+    """The bias of a sequence: its own, or the one of all."""
+    if S.bias_per_sequence:
+        return qq_bias + tl.cast(seq, tl.int64) * (S.bias_rows * S.bias_columns)
+    else:
+        return qq_bias
+
+
+@triton.jit
 def load_query(query, first_token, row_token, head, ok, factor, S: tl.constexpr):
     """Rows of the query in the compute dtype, their source, and their factor: at least 0, one in all or, with row_factor, one for each row.
 

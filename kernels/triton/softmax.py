@@ -59,7 +59,7 @@ def tanh_of_exponent(t):
 
 
 @triton.jit
-def biased_scores(s, rows, keys, key, visible, MASKED: tl.constexpr, S: tl.constexpr):
+def biased_scores(s, rows, keys, tile, key, visible, MASKED: tl.constexpr, S: tl.constexpr):
     """Base-2 scores after soft cap, ALiBi, bias and mask, -inf for a key that its row does not see; `s` are the products."""
     if S.row_factor:
         s = s * rows.factor[:, None]
@@ -78,7 +78,7 @@ def biased_scores(s, rows, keys, key, visible, MASKED: tl.constexpr, S: tl.const
         bias = tl.load(rows.bias[:, None] + column[None, :], mask=bias_ok, other=0.0)
         s = tl.where(bias == float("-inf"), bias, s + LOG2E * bias)  # a bias of -inf is a mask, also of a NaN key
     if MASKED:
-        s = tl.where(sees(visible, key, rows.position, S), s, float("-inf"))
+        s = tl.where(sees(visible, key, rows, tile, S), s, float("-inf"))
     return s
 
 
@@ -101,7 +101,7 @@ def add_guarded_values(acc, p, v, s, rows, keys, ids, tile, key, visible, BLOCK_
             again = keys.value_base + (tile >> 30) * S.head_pad
             stored = load_values(again, ids, tile, visible, True, BLOCK_N, S)
             bad = ~(tl.abs(decoded(stored, S).to(tl.float32)) < float("inf"))
-            seen = sees(visible, key, rows.position, S)
+            seen = sees(visible, key, rows, tile, S)
         else:
             bad = spoilt
             seen = s != float("-inf")
@@ -164,7 +164,7 @@ def attend_tile(
             p = tl.exp2(s * rows.factor - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
     else:
-        s = biased_scores(s, rows, keys, key, visible, MASKED, S)
+        s = biased_scores(s, rows, keys, tile, key, visible, MASKED, S)
         if FROZEN_MAX:
             new_max = row_max
             floor = row_max

@@ -43,9 +43,12 @@ class AttentionSpec:
       causal: a query sees no later key.
       context_only: only keys before this step's tokens are seen.
       window: W, 0 for none.
+      traced_window: W is data, see `masks`.
+      ranged: what a row sees is one interval of keys, which is data, see `masks`; causal, context_only and window are off.
       soft_cap: 0.0 for none.
       has_alibi: slopes are passed.
       bias_rows, bias_columns: shape of the bias between this step's tokens; 0, 0 for none.
+      bias_per_sequence: each sequence has a bias of its own.
       query_dtype, out_dtype: JAX names.
       compute_dtype: JAX name of the operands' dtype in matrix products.
       hardware_fp8: the architecture converts the stored fp8 dtype.
@@ -80,10 +83,13 @@ class AttentionSpec:
     causal: bool
     context_only: bool = False
     window: int = 0
+    traced_window: bool = False
+    ranged: bool = False
     soft_cap: float = 0.0
     has_alibi: bool = False
     bias_rows: int = 0
     bias_columns: int = 0
+    bias_per_sequence: bool = False
     query_dtype: str
     out_dtype: str
     compute_dtype: str
@@ -138,7 +144,11 @@ class AttentionSpec:
     @property
     def rows_see_same_keys(self) -> bool:
         """Every row of a block sees the same keys, so a NaN key spoils all of them or none."""
-        return self.bias_columns == 0 and (self.block_tokens == 1 or (not self.causal and self.window == 0))
+        return self.bias_columns == 0 and (self.block_tokens == 1 or not (self.causal or self.has_window or self.ranged))
+
+    @property
+    def has_window(self) -> bool:
+        return self.traced_window or self.window > 0
 
     @property
     def rounds_past_tanh(self) -> bool:
@@ -159,7 +169,7 @@ class PageCopySpec:
       num_kv_heads: H.
       head_size: D, a power of two.
       split_tokens: sequences of at most this many query tokens are not copied.
-      causal, context_only, window: as in `AttentionSpec`.
+      causal, context_only, window, traced_window, ranged: as in `AttentionSpec`.
       page_size: tokens of a page of the copy.
       out_dtype: JAX name of the copy's dtype.
       hardware_fp8: the architecture converts the stored fp8 dtype.
@@ -174,12 +184,18 @@ class PageCopySpec:
     causal: bool
     context_only: bool
     window: int
+    traced_window: bool
+    ranged: bool
     page_size: int
     out_dtype: str
     hardware_fp8: bool
     sign_keys: bool
     scale_heads: int
     kv: KVLayout
+
+    @property
+    def has_window(self) -> bool:
+        return self.traced_window or self.window > 0
 
 
 class SoftmaxState(NamedTuple):
@@ -206,6 +222,8 @@ class QueryRows(NamedTuple):
     source: Any  # QuerySource
     factor: Any  # scalar f32, [block_m] with row_factor: from a product to a base-2 score
     position: Any  # [block_m] i32: position in the sequence
+    window: Any  # i32: W, see `window_of`
+    ranges: Any  # pointer to the first key and one past the last that the block's first token sees, i32, or None
     slope: Any  # [block_m] f32, base 2, or None
     bias: Any  # [block_m] pointers to rows of the bias, or None
     bias_ok: Any  # [block_m] bool: the row has a bias

@@ -58,10 +58,16 @@ def test_every_feature_and_every_dtype(name, dtype):
     assert np.all(np.asarray(out[sum(LENGTHS) :], np.float32) == 0) and np.all(np.isneginf(lse[sum(LENGTHS) :]))
 
 
-@pytest.mark.parametrize("options", [{"alibi_slopes": np.ones(4)}, {"return_lse": True}], ids=["alibi_slopes", "return_lse"])
-def test_an_implementation_without_the_feature_refuses_it(options):
-    with pytest.raises(pp.UnsupportedError, match=f"{next(iter(options))}.*xla can"):
-        pp.encoder_attention(*map(jnp.asarray, packed()[:3]), packed()[3], implementation="triton", **options)
+@pytest.mark.parametrize("implementation", ["triton"])
+def test_kernels_give_the_lse_of_an_alibi_encoder(implementation):
+    query, key, value, metadata = packed()
+    options = FEATURES["causal ALiBi in a window with sinks"]
+    out, lse = pp.encoder_attention(
+        *map(jnp.asarray, (query, key, value)), metadata, implementation=implementation, return_lse=True, **options
+    )
+    expected, expected_lse = reference_encoder_attention(query, key, value, metadata.query_start_loc, **options)
+    assert_close(out, expected, dtype=np.float32)
+    assert_close(lse, expected_lse, dtype="lse")
 
 
 @pytest.mark.parametrize("window", [0, -1, 2**31, 2**40])

@@ -21,6 +21,7 @@ PART = (
     "attention D64 bf16 all features",
     "attention D128 bf16 xpacked, all features",
     "attention D128 native fp8 all features",
+    "attention D128 bf16 key ranges",
     "attention D256 bf16",
     "attention D512 foreign fp8 all features",
     "encoder D256 f32 all features",

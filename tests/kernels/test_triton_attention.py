@@ -240,15 +240,21 @@ def test_any_number_of_shares_gives_the_same_result(num_cus):
 
 
 @triton.jit
-def count_tiles(out, query_len, kv_len, COUNT: triton.language.constexpr, S: triton.language.constexpr):
-    triton.language.store(out, COUNT(query_len, kv_len, query_len >= 0, S))
+def count_tiles(
+    out, data, query_len, kv_len, COUNT: triton.language.constexpr, WINDOW: triton.language.constexpr, S: triton.language.constexpr
+):
+    triton.language.store(out, COUNT(data, 0, query_len, kv_len, query_len >= 0, WINDOW(data, S), S))
 
 
+@pytest.mark.parametrize("given", ["static", "traced", "ranged"])
 @pytest.mark.parametrize("context_only", [False, True], ids=["whole", "context-only"])
 @pytest.mark.parametrize("window", [0, 1, 18, 500])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "not-causal"])
-def test_decode_counts_the_tiles_that_hold_a_visible_key_and_no_other(causal, window, context_only):
-    spec = SimpleNamespace(causal=causal, context_only=context_only, window=window, split_tokens=4, block_n=16)
+def test_decode_counts_the_tiles_that_hold_a_visible_key_and_no_other(causal, window, context_only, given):
+    facts = {"causal": causal, "context_only": context_only, "window": window, "traced_window": False, "ranged": given == "ranged"}
+    if given == "traced":
+        facts |= {"window": 0, "traced_window": True}
+    spec = SimpleNamespace(**facts, has_window=facts["window"] > 0 or given == "traced", split_tokens=4, block_n=16)
     key = np.arange(200)
     for query_len, kv_len in [(1, 1), (1, 16), (1, 17), (1, 33), (3, 3), (2, 34), (4, 100), (3, 18), (1, 0), (0, 40), (5, 80)]:
         seen = np.zeros(len(key), bool)
@@ -258,7 +264,9 @@ def test_decode_counts_the_tiles_that_hold_a_visible_key_and_no_other(causal, wi
             row &= (window == 0) | ((position - key < window) & ((key - position < window) | causal))
             seen |= row & (position >= 0)
         out = torch.zeros(1, dtype=torch.int32)
-        count_tiles[(1,)](out, query_len, kv_len, decode.tiles_of, spec)
+        hull = np.flatnonzero(seen)[[0, -1]] + [0, 1] if seen.any() else [0, 0]
+        data = torch.tensor([window or 2**30] if given == "traced" else list(hull), dtype=torch.int32)
+        count_tiles[(1,)](out, data, query_len, kv_len, decode.tiles_of, decode.window_of, spec)
         assert out.item() == (len(np.unique(key[seen] // 16)) if query_len <= 4 else 0), (query_len, kv_len)
 
 
