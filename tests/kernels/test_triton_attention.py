@@ -44,10 +44,46 @@ def nothing(program):
     """Looks at no program."""
 
 
+def ranges_of(batch, window, key_range):
+    """First key and one past the last of each sequence and of each token, as the kernels read them."""
+    rows = np.zeros((len(batch.query), 2), np.int32)
+    hulls = np.zeros((len(batch.seq_lens), 2), np.int32)
+    starts = np.asarray(batch.metadata.query_start_loc)
+    for s, length in enumerate(map(int, batch.seq_lens)):
+        key = np.arange(length)
+        for row in range(starts[s], starts[s + 1]):
+            position = length - starts[s + 1] + row
+            sees = (key >= key_range[0][row]) & (key < key_range[1][row])
+            sees &= key <= position if batch.metadata.causal else (window is None) | (key - position < (window or 0))
+            sees &= (window is None) | (position - key < (window or 0))
+            if sees.any():
+                rows[row] = np.flatnonzero(sees)[[0, -1]] + [0, 1]
+        live = rows[starts[s] : starts[s + 1]]
+        live = live[live[:, 1] > 0]
+        if len(live):
+            hulls[s] = live[:, 0].min(), live[:, 1].max()
+    return np.concatenate([hulls.ravel(), rows.ravel()])
+
+
 def attend(
-    batch, *, content="packed", order="LBHNC", layer=0, num_cus=None, output_dtype=None, rows=None, look=nothing, arch="cpu", **options
+    batch,
+    *,
+    content="packed",
+    order="LBHNC",
+    layer=0,
+    num_cus=None,
+    output_dtype=None,
+    rows=None,
+    look=nothing,
+    arch="cpu",
+    traced=False,
+    **options,
 ):
-    """Runs the planned program on the batch, after a look at it; returns (out, lse) as NumPy."""
+    """Runs the planned program on the batch, after a look at it; returns (out, lse) as NumPy. `traced`: the window is data."""
+    window, key_range = options.get("sliding_window"), options.get("key_range")
+    data = [layer, window] if traced else [layer]
+    if key_range is not None:
+        data = [layer, *ranges_of(batch, window, key_range)]
     cache = batch.cache(content=content, order=order)
     meta = batch.metadata
     tokens, heads, size = batch.query.shape
@@ -67,7 +103,9 @@ def attend(
         max_query_len=meta.max_query_len,
         max_seq_len=meta.max_seq_len,
         causal=meta.causal,
-        sliding_window=options.get("sliding_window"),
+        sliding_window=None if traced else window,
+        traced_window=traced,
+        ranged=key_range is not None,
         logits_soft_cap=options.get("logits_soft_cap"),
         has_alibi="alibi_slopes" in arrays,
         has_sinks="sinks" in arrays,
@@ -88,15 +126,18 @@ def attend(
         "query_start_loc": to_torch(meta.query_start_loc),
         "seq_lens": to_torch(meta.seq_lens),
         "block_table": to_torch(meta.block_table),
-        "layer": torch.tensor([layer], dtype=torch.int32),
+        "layer": torch.tensor(data, dtype=torch.int32),
         **{name: to_torch(value.reshape(-1) if name.endswith("_scale") else value) for name, value in arrays.items()},
     }
     result = run.run_program_torch(program, tensors)
     return from_torch(result["out"]), from_torch(result["lse"])
 
 
-def check(batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, output_dtype=None, rows=None, look=nothing, **options):
+def check(
+    batch, *, layer=0, content="packed", order="LBHNC", num_cus=None, output_dtype=None, rows=None, look=nothing, traced=False, **options
+):
     planned = {"content": content, "order": order, "num_cus": num_cus, "output_dtype": output_dtype, "rows": rows, "look": look}
+    planned["traced"] = traced
     out, lse = attend(batch, layer=layer, **planned, **options)
     expected, expected_lse = batch.reference(layer=layer, **options)
     assert_close(out, expected, dtype=out.dtype, what="out")

@@ -55,6 +55,21 @@ def test_one_key_of_another_tile_may_stand_out_by_any_amount(above):
     check(batch, ROWS["sums"])
 
 
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("kind", ["mixed", "prefill", "cross"])
+@pytest.mark.parametrize("masks", [{"key_range": True}, {"key_range": True, "sliding_window": 50}, {"sliding_window": 50}], ids="-".join)
+def test_masks_as_data_and_tiles_without_them(masks, kind, row):
+    batch = random_batch(33, kind=kind, **LONG, **masks)
+    check(batch, ROWS[row], traced="key_range" not in masks, **batch.masks)
+
+
+@pytest.mark.parametrize("row", ["sums", "descriptors"])
+def test_a_range_of_all_keys_hides_none(row):
+    batch = random_batch(34, kind="cross", **LONG)
+    check(batch, ROWS[row], key_range=(np.full(len(batch.query), -5), np.full(len(batch.query), 2**31 - 1)))
+
+
 FEATURES = {
     "window": {"sliding_window": 21},
     "window of one tile": {"sliding_window": 16},

@@ -70,6 +70,12 @@ def test_masks_and_sequences_of_every_kind(kind, options):
     check(random_batch(33, kind=kind, dtype=BF16, cache_dtype=E4M3, max_seq_len=150, max_query_len=70), **options)
 
 
+@pytest.mark.parametrize("masks", [{"key_range": True}, {"sliding_window": 20}], ids="-".join)
+def test_masks_as_data(masks):
+    batch = random_batch(36, dtype=BF16, cache_dtype=E4M3, max_seq_len=150, max_query_len=70, **masks)
+    check(batch, traced="key_range" not in masks, **batch.masks)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("block_size", [8, 24, 128])
 def test_pages_of_any_size(block_size):
