@@ -63,7 +63,7 @@ def check(batch, *, content="packed", order="LBHNC", layer=0, dtype=F16, **optio
 @pytest.mark.parametrize("content", ["packed", "flash"])
 @pytest.mark.parametrize("order", ["LBHNC", "LHBNC"])
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_every_layout_and_batch_over_nan_in_every_slot_that_nobody_owns(content, order, kind):
+def test_every_layout_and_batch_over_nan_in_every_unowned_slot(content, order, kind):
     check(random_batch(1, kind=kind, dtype=F16, num_layers=2), content=content, order=order, layer=1)
 
 
@@ -281,7 +281,7 @@ DECODES = {
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("made, options", DECODES.values(), ids=DECODES)
-def test_paged_decode_over_nan_in_every_slot_that_nobody_owns(paged_decode, made, options):
+def test_paged_decode_over_nan_in_every_unowned_slot(paged_decode, made, options):
     check(random_batch(12, kind="decode", dtype=F16, **made), **options)
     assert len(paged_decode) == 1
 
@@ -466,7 +466,7 @@ def test_an_unquantized_cache_gives_aiter_no_scales():
 
 
 @on_cpu
-def test_nobody_is_given_aiter_on_a_cpu_who_did_not_ask_for_it():
+def test_aiter_is_not_the_default_on_a_cpu():
     assert isinstance(plan("paged_attention", call_of(dtype=F16), current_target(), explicit=False), Unsupported)
 
 

@@ -46,7 +46,7 @@ def test_a_run_leaves_a_row_for_each_way_and_names_no_folder(tmp_path):
         assert row["python_calls"] >= row["calls"] and row["recorded"] == "no"  # a CPU has no command buffers
 
 
-def test_what_it_checks_over_has_nan_exactly_in_the_slots_that_nobody_owns():
+def test_what_it_checks_over_has_nan_exactly_in_the_unowned_slots():
     made = inputs.make_inputs(TINY)
     data = np.asarray(script.over_nan(made).cache.data)[0]  # B H N 2D
     for row, (_, length) in zip(made.table, TINY.lengths, strict=True):

@@ -53,7 +53,7 @@ def planned(row):
 @pytest.mark.parametrize("unused", UNUSED)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("content, order", [("packed", "LBHNC"), ("packed", "LHBNC"), ("flash", "LBHNC"), ("flash", "LHBNC")])
-def test_haste_and_descriptors_change_no_result_whatever_unused_slots_hold(content, order, row, unused):
+def test_an_optimistic_pass_and_descriptors_change_no_result_whatever_unused_slots_hold(content, order, row, unused):
     batch = random_batch(21, dtype=BF16, num_layers=2, **LONG)
     fill_unused(batch, UNUSED[unused])
     attention.check(batch, layer=1, content=content, order=order, **planned(ROWS[row]))
@@ -68,7 +68,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("unused", ["NaN", "finite"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_haste_and_descriptors_with_every_mask(feature, unused):
+def test_an_optimistic_pass_and_descriptors_with_every_mask(feature, unused):
     batch = random_batch(22, dtype=BF16, **LONG)
     fill_unused(batch, UNUSED[unused])
     attention.check(batch, **planned(ROWS["descriptors"]), **FEATURES[feature])
@@ -76,7 +76,7 @@ def test_haste_and_descriptors_with_every_mask(feature, unused):
 
 @pytest.mark.parametrize("row", ["pointers", "descriptors"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_key_that_only_later_queries_see_spoils_them_alone_also_in_haste(row, poison):
+def test_a_key_that_only_later_queries_see_spoils_them_alone_in_an_optimistic_pass(row, poison):
     attention.check_a_spoilt_key(poison, prepare=lambda batch: fill_unused(batch, 1.0), **planned(ROWS[row]))
 
 
