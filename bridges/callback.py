@@ -18,10 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.experimental.buffer_callback import buffer_callback
 from jaxtyping import Array
 
+from ..functional import host_slots
 from ..functional.errors import UnsupportedError, bad_value, describe
 from ..functional.target import Target, current_target
 from ..kernels.launch import Program
@@ -98,6 +100,9 @@ def _call(
     aliases: dict[int, int],
     command_buffer: bool,
 ) -> tuple[Array, ...]:
+    slots = host_slots.CURRENT.get()
+    if slots is not None:
+        return _call_in_place(slots, body, inputs, outputs, aliases, command_buffer)
     return buffer_callback(
         body,
         tuple(outputs),
@@ -105,6 +110,34 @@ def _call(
         command_buffer_compatible=command_buffer,
         vmap_method="sequential",
     )(*inputs)
+
+
+def _call_in_place(
+    slots: host_slots.HostSlots,
+    body: Callable[..., None],
+    inputs: Sequence[Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    aliases: dict[int, int],
+    command_buffer: bool,
+) -> tuple[Array, ...]:
+    """What `buffer_callback` makes, with the Python function in a place that the program has already."""
+    target = "xla_buffer_python_cpu_callback" if jax.default_backend() == "cpu" else "xla_buffer_python_gpu_callback"
+    if command_buffer and jax.default_backend() != "cpu":
+        target += "_cmd_buffer"
+    call = jax.ffi.ffi_call(target, tuple(outputs), input_output_aliases=aliases)
+    return tuple(call(*inputs, index=np.uint64(slots.index_of(_FlatBody(body, len(inputs))))))
+
+
+@dataclass(frozen=True)
+class _FlatBody:
+    """A body as the runtime calls it: inputs, then results."""
+
+    body: Callable[..., None]
+    num_inputs: int
+
+    def __call__(self, context: Any, *buffers: Any) -> tuple[()]:
+        self.body(context, buffers[self.num_inputs :], *buffers[: self.num_inputs])
+        return ()
 
 
 def check_inputs(program: Program, arrays: Mapping[str, Any]) -> tuple[Array, ...]:

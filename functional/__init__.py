@@ -4,6 +4,7 @@ Types (`CacheSpec`, `KVCache`, `AttentionMetadata`, `AttentionConfig`), function
 imports Triton, torch or a GPU library: an implementation is resolved by name when it is first chosen (see `dispatch`).
 """
 
+from . import sharding
 from .attention import encoder_attention, paged_attention
 from .backends import rocm_aiter_unified_attn, rocm_attn
 from .backends.capabilities import Capabilities
@@ -50,6 +51,7 @@ __all__ = [
     "rope_and_update_cache",
     "rotary_embedding",
     "scatter_blocks",
+    "sharding",
     "update_cache",
     "validate_metadata",
 ]

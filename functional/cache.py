@@ -288,18 +288,44 @@ def init_cache(spec: CacheSpec, *, k_scale: Any = 1.0, v_scale: Any = 1.0, shard
     Args:
       spec: what to allocate.
       k_scale, v_scale: a scalar, [L] or [L, H], above 0; 1 unless the cache is fp8.
-      sharding: a `jax.sharding.Sharding` of the buffer; its axes are `spec.axes`.
+      sharding: where the cache lies: `purepage.sharding.Shardings`, a `KVCache` of shardings (what its `cache` makes), or a
+        `jax.sharding.Sharding` of the buffer, whose axes are `spec.axes`; per-head scales then follow the heads. No device ever holds more
+        than its part.
 
     Returns:
       A cache of `spec` whose buffer is new.
 
     Raises:
-      ValueError: names the scale and the rule that it breaks.
+      ValueError, TypeError: names the scale, or the sharding, and the rule that it breaks.
     """
     if not isinstance(spec, CacheSpec):
         bad_type("spec", spec, "a CacheSpec")
     scales = _scale("k_scale", k_scale, spec), _scale("v_scale", v_scale, spec)
-    return KVCache(jnp.zeros(spec.shape, spec.storage_dtype, device=sharding), *scales, spec)
+    if sharding is None:
+        return KVCache(jnp.zeros(spec.shape, spec.storage_dtype), *scales, spec)
+    of_data, *of_scales = _cache_shardings(sharding, spec, scales)
+    data = jnp.zeros(spec.shape, spec.storage_dtype, device=of_data)
+    k_scale, v_scale = (
+        scale if place is None or isinstance(scale, Tracer) else jax.device_put(np.asarray(scale), place)
+        for scale, place in zip(scales, of_scales, strict=True)
+    )
+    return KVCache(data, k_scale, v_scale, spec)
+
+
+def _cache_shardings(sharding: Any, spec: CacheSpec, scales: tuple[Array, Array]) -> tuple[Any, Any, Any]:
+    """The shardings of buffer and scales that `init_cache` was given in any of its forms; None leaves a scale where it is."""
+    if not isinstance(sharding, KVCache) and hasattr(sharding, "cache"):  # Shardings, which builds on this module
+        sharding = sharding.cache(KVCache(jnp.zeros(()), scales[0], scales[1], spec))
+    if isinstance(sharding, KVCache):
+        return sharding.data, sharding.k_scale, sharding.v_scale
+    if not isinstance(sharding, jax.sharding.Sharding):
+        bad_type("sharding", sharding, "None, a jax.sharding.Sharding, a KVCache of shardings, or purepage.sharding.Shardings")
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding, None, None
+    heads = (*sharding.spec, *[None] * len(spec.axes))[spec.axes.index("H")]
+    per_layer, per_head = (jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((), (None, heads)))
+    k_scale, v_scale = (per_head if scale.ndim == 2 else per_layer for scale in scales)
+    return sharding, k_scale, v_scale
 
 
 def to_bits(array: Array, spec: CacheSpec) -> Array:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import jax
 
+from . import partition
 from .errors import UnsupportedError, bad_value
 from .features import Serves
 from .target import Target, current_target
@@ -156,9 +157,19 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> tupl
 
 
 def run(operation: str, call: Any, implementation: str | None, *operands: Any) -> Any:
-    """Runs `call` (and what the operation takes beside it) with the implementation of that name, or the first that can serve it."""
+    """Runs `call` (and what the operation takes beside it) with the implementation of that name, or the first that can serve it.
+
+    Where the arrays lie on several devices, each device serves its part: see `partition`.
+    """
     interceptor = _INTERCEPTOR.value
     if interceptor is not None:
         implementation = interceptor(operation, call, check_implementation(implementation))
-    _, planned = choose(operation, call, implementation)
-    return planned.run(call, *operands)
+    name, planned = choose(operation, call, implementation)
+    divided = partition.divided(operation, call, operands)
+    if divided is None:
+        return planned.run(call, *operands)
+
+    def serve(part: Any, *operands: Any) -> Any:
+        return choose(operation, part, implementation)[1].run(part, *operands)
+
+    return divided(serve, may_call_host=name != "xla")

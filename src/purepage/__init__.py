@@ -14,7 +14,7 @@ Everything takes arrays and immutable pytrees, and returns new ones. `purepage.t
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import rocm_aiter_unified_attn, rocm_attn
+from . import rocm_aiter_unified_attn, rocm_attn, sharding
 from .functional import (
     AttentionConfig,
     AttentionMetadata,
@@ -80,6 +80,7 @@ __all__ = [
     "rope_and_update_cache",
     "rotary_embedding",
     "scatter_blocks",
+    "sharding",
     "update_cache",
     "validate_metadata",
 ]
