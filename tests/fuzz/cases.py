@@ -44,10 +44,12 @@ ATTENTION: Mapping[str, tuple[Any, ...]] = {
     "max_query_len": (1, 5, 12, 40),
     "query_dtype": (None, None, None, *FP8),
     "sliding_window": (None, None, 1, 2, 15, 16, 17, 2**30),
+    "window_is_data": (False, False, True),
+    "key_range": (False, False, True),
     "logits_soft_cap": (None, None, 1e-3, 0.5, 30.0, 1e4, 1e8),
     "alibi": (None, None, 0.5, 1e-4, -0.25, 100.0),
     "sinks": (None, None, 0.0, -1e4, 80.0),
-    "qq_bias": (None, None, "shared"),
+    "qq_bias": (None, None, "shared", "each"),
     "poison_newest": (False, False, True),
     "output": (None, None, "float32", *FP8),
     "exponents": EXPONENTS,
@@ -139,11 +141,12 @@ def _attention(case: Case, implementation: str) -> None:
 
     @jax.jit
     def attend(query: Any, cache: Any, metadata: Any, masks: Any, q_scale: Any) -> Any:
-        given = {**options, **masks, "sliding_window": case["sliding_window"], "q_scale": q_scale}
+        given = {"sliding_window": case["sliding_window"], **options, **masks, "q_scale": q_scale}
         return pp.paged_attention(query, cache, metadata, layer=layer, return_lse=True, implementation=implementation, **given)
 
     for seed in range(case["data_seed"], case["data_seed"] + DATA_SEEDS):
-        shaped = {name: case[name] for name in ("kind", "max_seq_len", "max_query_len", "sliding_window", "qq_bias", "poison_newest")}
+        drawn = ("kind", "max_seq_len", "max_query_len", "sliding_window", "key_range", "qq_bias", "poison_newest")
+        shaped = {name: case[name] for name in drawn}
         batch = _batch(case, seed, query_dtype=case["query_dtype"] and jnp.dtype(case["query_dtype"]), **shaped)
         query, keys, values = (
             _times(x, exponent)
@@ -151,6 +154,8 @@ def _attention(case: Case, implementation: str) -> None:
         )
         batch = replace(batch, query=query, key_cache=keys, value_cache=values)
         masks = {name: value for name, value in batch.masks.items() if name != "sliding_window"}
+        if case["window_is_data"] and case["sliding_window"] is not None:
+            masks["sliding_window"] = np.int32(case["sliding_window"])
         out, lse = attend(query, batch.cache(content=content, order=order), batch.metadata, masks, batch.q_scale)
         expected, expected_lse = batch.reference(layer=layer, **{**batch.masks, **options})
         wanted = np.dtype(case["output"] or ("bfloat16" if case["query_dtype"] else case["dtype"]))
