@@ -4,7 +4,7 @@ Types (`CacheSpec`, `KVCache`, `AttentionMetadata`, `AttentionConfig`), function
 imports Triton, torch or a GPU library: an implementation is resolved by name when it is first chosen (see `dispatch`).
 """
 
-from . import sharding
+from . import key_ranges, sharding
 from .attention import encoder_attention, paged_attention
 from .backends import rocm_aiter_unified_attn, rocm_attn
 from .backends.capabilities import Capabilities
@@ -41,6 +41,7 @@ __all__ = [
     "encoder_attention",
     "gather_blocks",
     "init_cache",
+    "key_ranges",
     "make_metadata",
     "merge_attention_states",
     "paged_attention",

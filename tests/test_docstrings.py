@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import operator
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import purepage as pp
 
 FUNCTIONS = [name for name in pp.__all__ if inspect.isfunction(getattr(pp, name))]
+RANGES = [f"key_ranges.{name}" for name in pp.key_ranges.__all__]
 VALUES = [name for name in pp.__all__ if dataclasses.is_dataclass(getattr(pp, name))]
 
 
@@ -24,9 +26,9 @@ def documented(text: str) -> set[str]:
     return {name.strip("`*") for entry in entries for name in entry.split(", ")}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, *RANGES])
 def test_a_function_documents_arguments_results_and_errors(name):
-    function = getattr(pp, name)
+    function = operator.attrgetter(name)(pp)
     text = inspect.getdoc(function) or ""
     assert re.match(r"\S.*\.", text), "a summary that is a sentence"
     missing = set(inspect.signature(function).parameters) - documented(section(text, "Args") or "")

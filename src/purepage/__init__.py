@@ -14,7 +14,7 @@ Everything takes arrays and immutable pytrees, and returns new ones. `purepage.t
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import rocm_aiter_unified_attn, rocm_attn, sharding
+from . import key_ranges, rocm_aiter_unified_attn, rocm_attn, sharding
 from .functional import (
     AttentionConfig,
     AttentionMetadata,
@@ -70,6 +70,7 @@ __all__ = [
     "encoder_attention",
     "gather_blocks",
     "init_cache",
+    "key_ranges",
     "make_metadata",
     "merge_attention_states",
     "paged_attention",
