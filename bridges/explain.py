@@ -17,6 +17,7 @@ from ..functional import dispatch
 from ..functional.cache import CacheSpec, KVCache, format_bytes
 from ..functional.config import is_array
 from ..functional.errors import bad_type
+from ..functional.html import table
 from ..functional.literals import Implementation
 from ..functional.target import Target, assuming_target, current_target, named_target
 from ..kernels.launch import Buffer, Launch, Program
@@ -77,6 +78,29 @@ class Explanation:
         return "\n".join([f"on {self.target.arch}{units}", *map(str, self.choices)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts, where = [], str(self).splitlines()[0]
+        for choice in self.choices:
+            program = choice.program
+            rows: list[tuple[Any, ...]] = []
+            for name, reasons in choice.unsupported_reasons.items():
+                found = "serves it" if name == choice.implementation else "; ".join(reasons) or "can serve it, another comes first"
+                rows.append((name, found))
+            parts.append(table(f"{choice.operation} {where}: {choice.implementation or 'no implementation can serve it'}", rows))
+            if program is not None:
+                launches = [launch_row(number, launch) for number, launch in enumerate(program.launches, 1)]
+                parts.append(table(f"launches, through the {choice.bridge} bridge", launches, head=LAUNCH_HEAD))
+        return "".join(parts)
+
+
+LAUNCH_HEAD = ("", "kernel", "grid", "warps", "stages", "tiles")
+
+
+def launch_row(number: int, launch: Launch) -> tuple[Any, ...]:
+    """Cells of a launch under `LAUNCH_HEAD`."""
+    tiles = ", ".join(f"{name} {launch.facts[name]}" for name in SHOWN_FACTS if launch.facts.get(name))
+    return number, launch.kernel.partition(":")[2], " x ".join(map(str, launch.grid)), launch.num_warps, launch.num_stages, tiles
 
 
 def _program_lines(program: Program, bridge: str) -> list[str]:

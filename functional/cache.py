@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from .config import check_positive_int, int_or_none, is_array, is_floating
 from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
+from .html import table
 from .integers import INT32_MAX, narrow
 from .layout import CONTENTS, ORDERS, Extents, SideStrides, physical_axes, side_axes, side_strides
 from .literals import Content, Order
@@ -106,6 +107,19 @@ class CacheSpec:
         if not isinstance(found, dict) or set(found) - set(known) or any(needed and name not in found for name, needed in known.items()):
             bad_value("text", text, f"a JSON object with the fields of CacheSpec: {', '.join(known)}")
         return cls(**found)
+
+    def _repr_html_(self) -> str:
+        x = self.vector
+        sizes = [("x", x), *((axis, size) for axis, size in zip(self.axes, self.shape, strict=True))]
+        rows = [
+            ("buffer", f"{self.storage_dtype.name} [{', '.join(map(str, self.shape))}], {format_bytes(self.nbytes)}"),
+            ("axes", " ".join(self.axes)),
+            ("layout", f"{self.content}, {self.order}"),
+            *((f"a {side}'s axes", " ".join(axes)) for side, axes in zip(("key", "value"), self.side_axes, strict=True)),
+            ("sizes", ", ".join(f"{axis} = {size}" for axis, size in sizes)),
+            ("a token", f"{format_bytes(self.nbytes / self.num_slots)} of {self.dtype.name} in {self.num_layers} layers"),
+        ]
+        return table(f"CacheSpec: {self.num_blocks} blocks of {self.block_size} tokens", rows)
 
     @cached_property
     def vector(self) -> int:
@@ -200,11 +214,23 @@ class KVCache:
             f"{format_bytes(s.nbytes)}{quantized})"
         )
 
+    def _repr_html_(self) -> str:
+        scales = {
+            name: getattr(self, name)
+            for name in ("k_scale", "v_scale")
+            if self.spec.is_quantized and not isinstance(getattr(self, name), (Tracer, jax.ShapeDtypeStruct))
+        }
+        rows = [
+            ("data", f"{self.data.dtype} [{', '.join(map(str, self.data.shape))}]"),
+            *((name, np.array2string(np.asarray(scale), threshold=8, precision=4)) for name, scale in scales.items()),
+        ]
+        return table("KVCache", rows) + self.spec._repr_html_()
+
 
 register_for_export(KVCache, ("spec",), CacheSpec.to_json, CacheSpec.from_json)
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: float) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from .cache import CacheSpec
 from .config import check_positive_int, is_array
 from .errors import bad_type, bad_value
+from .html import table
 from .integers import INT32_MAX, narrow, saturate
 from .pytrees import equal_by_value, register_for_export
 
@@ -54,6 +56,35 @@ class AttentionMetadata:
         return equal_by_value(self, other) if isinstance(other, AttentionMetadata) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # equal by value, and arrays have no hash
+
+    def _repr_html_(self) -> str:
+        arrays = {name: getattr(self, name) for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping")}
+        seqs, tokens = self.seq_lens.shape[0], self.slot_mapping.shape[0]
+        static = ", ".join(f"{name} {getattr(self, name)}" for name in STATIC_FIELDS)
+        title = f"AttentionMetadata: {seqs} sequences, {tokens} tokens; {static}"
+        if any(isinstance(array, (Tracer, jax.ShapeDtypeStruct)) for array in arrays.values()):
+            return table(title, [(name, f"{array.dtype} {list(array.shape)}") for name, array in arrays.items()])
+        starts, lens, blocks, slots = (np.asarray(array).astype(np.int64) for array in arrays.values())
+        rows = []
+        for s in range(min(seqs, _SHOWN_SEQUENCES)):
+            used = self.block_size and -(-int(lens[s]) // self.block_size)
+            listed = _listed(blocks[s] if used is None else blocks[s, :used])
+            rows.append((s, starts[s + 1] - starts[s], lens[s], listed, _listed(slots[starts[s] : starts[s + 1]])))
+        if seqs > _SHOWN_SEQUENCES:
+            rows.append((f"{seqs - _SHOWN_SEQUENCES} more", "", "", "", ""))
+        padding = tokens - int(starts[-1])
+        rows.append(("padding", padding, "", "", _listed(slots[starts[-1] :])) if padding > 0 else ())
+        head = ("sequence", "new tokens", "tokens in the cache", "blocks", "slots of the new tokens")
+        return table(title, [row for row in rows if row], head=head)
+
+
+_SHOWN_SEQUENCES, _SHOWN_NUMBERS = 12, 10
+
+
+def _listed(numbers: np.ndarray) -> str:
+    """Numbers in a row, the middle of many left out."""
+    texts = list(map(str, numbers.tolist()))
+    return " ".join(texts if len(texts) <= _SHOWN_NUMBERS else [*texts[: _SHOWN_NUMBERS - 2], "...", texts[-1]])
 
 
 register_for_export(AttentionMetadata, STATIC_FIELDS)

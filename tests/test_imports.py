@@ -135,6 +135,19 @@ def test_a_module_of_the_test_kit_says_which_extra_it_needs(module):
     assert f"needs {OF_THE_TEST_KIT[module]}" in out and "pip install 'purepage[testing]'" in out
 
 
+def test_a_picture_without_matplotlib_says_which_extra_it_needs():
+    out = run(
+        """
+        import purepage as pp
+        try:
+            pp.viz.roofline({}, flops_per_s=1.0, bytes_per_s=1.0)
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert out == "purepage.viz needs matplotlib: pip install 'purepage[viz]'\n"
+
+
 def test_without_optional_packages_the_call_runs_and_a_named_kernel_says_what_is_missing():
     out = run(
         """

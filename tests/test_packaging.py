@@ -18,7 +18,7 @@ from processes import ROOT, run, run_python
 import purepage
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LINKED = ("bridges", "functional", "kernels")
+LINKED = ("bridges", "functional", "kernels", "viz")
 """Packages at the top of the checkout, which `src/purepage` links to."""
 OWN = ("testing",)
 """Packages of `src/purepage` itself."""
@@ -103,7 +103,7 @@ def test_wheel_needs_only_jax_jaxtyping_and_numpy_and_offers_the_extras(wheel):
     metadata = Parser().parsestr(wheel.read(name).decode())
     needed = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert needed == {"jax", "jaxtyping", "numpy"}
-    extras = {"aiter", "cuda", "demo", "integrations", "jax-triton", "notebooks", "rocm", "test", "testing", "torch", "triton"}
+    extras = {"aiter", "cuda", "demo", "integrations", "jax-triton", "notebooks", "rocm", "test", "testing", "torch", "triton", "viz"}
     assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"

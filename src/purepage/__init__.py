@@ -86,11 +86,12 @@ __all__ = [
     "validate_metadata",
 ]
 
-_ON_FIRST_USE = ("explain", "testing")
+_ON_FIRST_USE = ("explain", "testing", "viz")
 
 
 if TYPE_CHECKING:
     from . import testing as testing
+    from . import viz as viz
     from .bridges.explain import explain as explain
 else:  # a type checker that saw `__getattr__` would take any name for one of the package
 
