@@ -3,7 +3,7 @@
 It takes *logical* arrays, so it judges any kernel whatever its cache layout: keys and values are `[B, N, H, D]`, where slot
 `block * N + offset` is element `[block, offset]`. Every array is read with `np.asarray` and converted to float64, exactly, fp8 and bfloat16
 included. Length, causality, window, key range and a bias of -inf are one mask; a masked key's K and V are dropped before any arithmetic, so
-NaN and Inf there can't matter.
+NaN and Inf there can't matter. Long sequences are taken in tiles of rows, see `reference_tiles`.
 """
 
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float
+
+from . import reference_tiles
 
 Out = Float[np.ndarray, "T Hq Dv"]
 Lse = Float[np.ndarray, "T Hq"]
@@ -122,7 +124,11 @@ def _attend_sequence(
     """
     num_heads, group = query.shape[1], query.shape[1] // keys.shape[1]
     out, lse = np.zeros((len(query), num_heads, values.shape[-1])), np.full((len(query), num_heads), -np.inf)
-    for i, (a, b) in enumerate(spans):
+    todo = range(len(spans))
+    if len(query) * len(keys) >= reference_tiles.SCORES_FROM:
+        todo = reference_tiles.attend_rows(query, keys, values, first, spans, context, factor, cap, slopes, sinks, bias, out, lse)
+    for i in todo:
+        a, b = spans[i]
         k = np.arange(a, b)
         extra = np.zeros(b - a)
         if bias is not None and i < bias.shape[0]:

@@ -1,11 +1,58 @@
 """Many rows of the oracle at once: the same float64 arithmetic as row by row, as matrix products over tiles of rows, for long sequences."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 ROWS = 64
 """Rows of a tile."""
 SCORES_FROM = 2**15
 """Rows times keys of a sequence from which tiles are used."""
+
+
+def attend_rows(
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    first: int,
+    spans: Sequence[tuple[int, int]],
+    context: int,
+    factor: float,
+    cap: float | None,
+    slopes: np.ndarray,
+    sinks: np.ndarray | None,
+    bias: np.ndarray | None,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> list[int]:
+    """Writes rows of one sequence into `out` and `lse`; the arguments are those of the oracle's `_attend_sequence`.
+
+    Returns:
+      The rows that are left, in tiles where a row sees a key or a value that is not finite.
+    """
+    left: list[int] = []
+    for begin in range(0, len(spans), ROWS):
+        rows = slice(begin, min(begin + ROWS, len(spans)))
+        bounds = np.array(spans[rows])
+        low, high = int(bounds[:, 0].min()), int(bounds[:, 1].max())
+        k, i = np.arange(low, high), np.arange(rows.start, rows.stop)[:, None]
+        keep = (bounds[:, :1] <= k) & (k < bounds[:, 1:])
+        extra = None
+        if bias is not None:
+            extra = np.zeros(keep.shape)
+            biased, columns = np.flatnonzero(i[:, 0] < bias.shape[0]), np.flatnonzero((k >= context) & (k - context < bias.shape[1]))
+            extra[np.ix_(biased, columns)] = bias[np.ix_(i[biased, 0], k[columns] - context)]
+            keep &= extra != -np.inf
+            extra[~keep] = 0.0
+        inside = slice(low - first, high - first)
+        found = attend_tile(
+            query[rows], keys[inside], values[inside], keep, extra, k - context - i, factor=factor, cap=cap, slopes=slopes, sinks=sinks
+        )
+        if found is None:
+            left.extend(range(rows.start, rows.stop))
+        else:
+            out[rows], lse[rows] = found
+    return left
 
 
 def attend_tile(
