@@ -3,6 +3,8 @@
 import argparse
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,11 @@ from purepage.functional.cache import format_bytes
 from purepage.functional.fp8 import KV_CACHE_DTYPES
 from purepage.functional.layout import CONTENTS, ORDERS
 
+from .cache_map import CacheMap
+from .chat import Conversation
 from .engine import BACKENDS, Engine
 from .scheduler import Sequence
-from .tokenizer import ChatTokenizer, read_tokenizer
+from .tokenizer import SYSTEM_PROMPT, ChatTokenizer, read_tokenizer
 from .weights import find_gguf, read_config, read_weights
 
 PROMPTS = (
@@ -33,6 +37,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m examples.smollm2", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, one reply each; without any: a few of our own")
+    parser.add_argument("--prompt-file", metavar="FILE", help="more user messages, one a line; - is the standard input")
+    parser.add_argument("--chat", action="store_true", help="a conversation: reads messages from the standard input until its end or /exit")
+    parser.add_argument("--system", default=SYSTEM_PROMPT, help="the system message")
+    parser.add_argument("--stats", action="store_true", help="show which sequence owns which block of the cache, while they run")
     cache = parser.add_argument_group("attention and its cache")
     cache.add_argument("--backend", choices=list(BACKENDS), default="rocm_attn")
     cache.add_argument("--implementation", choices=["xla", "pallas", "triton", "aiter"], help="default: the best that can serve the call")
@@ -57,20 +65,53 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class Printer:
-    """Streams replies in the order of their prompts: text of a later reply is held back until the replies before it are complete."""
+def read_prompts(name: str) -> list[str]:
+    """The lines of a file, or of the standard input, that are not empty.
 
-    def __init__(self, sequences: list[Sequence], prompts: list[str], tokenizer: ChatTokenizer) -> None:
-        self.sequences, self.prompts, self.tokenizer = sequences, prompts, tokenizer
+    Raises:
+      ValueError: there is no such file, or it has no message.
+    """
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file is {name!r}: it must be a text file ({error})") from None
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompt-file is {name!r}: it must have a message, one a line")
+    return prompts
+
+
+def show_loading(share: float) -> None:
+    """Progress on a terminal's error output, one line that is removed at the end."""
+    if sys.stderr.isatty():
+        print(f"\rreading weights {share:4.0%}" if share < 1 else "\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class Printer:
+    """Streams replies in the order of their prompts: text of a later reply is held back until the replies before it are complete.
+
+    Args:
+      sequences, prompts: what runs, and the user messages.
+      tokenizer: turns replies into text.
+      whole: prints a reply when it is complete.
+      repeat: prints the user message before its reply.
+    """
+
+    def __init__(
+        self, sequences: list[Sequence], prompts: list[str], tokenizer: ChatTokenizer, *, whole: bool = False, repeat: bool = True
+    ) -> None:
+        self.sequences, self.prompts, self.tokenizer, self.whole, self.repeat = sequences, prompts, tokenizer, whole, repeat
         self.current, self.printed = 0, ""
 
     def show(self) -> None:
         while self.current < len(self.sequences):
             sequence = self.sequences[self.current]
+            if self.whole and not sequence.finished:
+                return
             text = self.tokenizer.decode(sequence.reply)
             if not sequence.finished:
                 text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # bytes of an incomplete character
-            if not self.printed and sequence.reply:
+            if self.repeat and not self.printed and sequence.reply:
                 print(f"\n\033[1m> {self.prompts[self.current]}\033[0m" if sys.stdout.isatty() else f"\n> {self.prompts[self.current]}")
             print(text[len(self.printed) :], end="", flush=True)
             self.printed = text
@@ -82,12 +123,14 @@ class Printer:
 
 def main(arguments: list[str]) -> None:
     options = parse(arguments)
-    prompts: list[str] = options.prompts or [*PROMPTS]
     start = time.perf_counter()
-    reader = GGUFReader(find_gguf())
-    tokenizer, config = read_tokenizer(reader), read_config(reader)
-    weights = read_weights(reader, config, jnp.dtype(options.dtype))
     try:
+        if options.chat and (options.prompts or options.prompt_file):
+            raise ValueError("--chat reads its messages from the standard input: it takes no PROMPT and no --prompt-file")
+        prompts: list[str] = [*options.prompts, *(read_prompts(options.prompt_file) if options.prompt_file else ())]
+        reader = GGUFReader(find_gguf())
+        tokenizer, config = read_tokenizer(reader), read_config(reader)
+        weights = read_weights(reader, config, jnp.dtype(options.dtype), show_loading)
         engine = Engine(
             config,
             weights,
@@ -103,17 +146,8 @@ def main(arguments: list[str]) -> None:
             max_seq_len=options.max_seq_len,
             share_prefixes=not options.no_sharing,
         )
-        sequences = [
-            Sequence(
-                tuple(tokenizer.encode_chat(prompt)),
-                options.max_tokens,
-                stop_id=tokenizer.stop_id,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed + i,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        prompts = prompts or ([] if options.chat else [*PROMPTS])
+        sequences = [sequence_of(options, tokenizer, tokenizer.encode_chat(prompt, options.system), i) for i, prompt in enumerate(prompts)]
         for sequence in sequences:
             engine.scheduler.add(sequence)
         where = jax.devices()[0].platform
@@ -124,12 +158,71 @@ def main(arguments: list[str]) -> None:
     except (ValueError, pp.UnsupportedError) as error:
         sys.exit(f"these options don't fit together: {error}")
     print(f"two steps compiled in {time.perf_counter() - start:.1f} s")
-    printer = Printer(sequences, prompts, tokenizer)
-    start, steps = time.perf_counter(), 0
+    if options.chat:
+        chat(engine, tokenizer, options)
+        return
+    start = time.perf_counter()
+    steps = run(engine, sequences, Printer(sequences, prompts, tokenizer, whole=options.stats), stats=options.stats)
+    report(engine, sequences, steps, time.perf_counter() - start)
+
+
+def sequence_of(options: argparse.Namespace, tokenizer: ChatTokenizer, ids: Iterable[int], index: int) -> Sequence:
+    """A reply to come, sampled as the options say; sequences of one run have different seeds."""
+    return Sequence(
+        tuple(ids),
+        options.max_tokens,
+        stop_id=tokenizer.stop_id,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed + index,
+    )
+
+
+def run(engine: Engine, sequences: list[Sequence], printer: Printer, *, stats: bool) -> int:
+    """Runs all queued sequences, shows their replies and, with `stats`, the cache; returns the number of steps."""
+    steps, cache_map = 0, CacheMap(engine, sequences)
     for _ in engine.generate():
         steps += 1
+        cache_map.clear()
         printer.show()
-    report(engine, sequences, steps, time.perf_counter() - start)
+        if stats:
+            cache_map.draw()
+    cache_map.clear()
+    return steps
+
+
+def chat(engine: Engine, tokenizer: ChatTokenizer, options: argparse.Namespace) -> None:
+    """Replies to messages from the standard input until it ends, or a message is /exit."""
+    conversation = Conversation(tokenizer, options.max_seq_len - options.max_tokens, options.system)
+    asks = "\n> " if sys.stdin.isatty() else ""
+    turn = 0
+    while True:
+        try:
+            message = input(asks).strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if message == "/exit":
+            break
+        if not message:
+            continue
+        try:
+            sequence = sequence_of(options, tokenizer, conversation.prompt(message), turn)
+            engine.scheduler.add(sequence)
+        except ValueError as error:
+            print(error)
+            continue
+        found, dropped, start = engine.scheduler.shared_tokens, conversation.dropped, time.perf_counter()
+        printer = Printer([sequence], [message], tokenizer, whole=options.stats, repeat=not sys.stdin.isatty())
+        steps = run(engine, [sequence], printer, stats=options.stats)
+        seconds = time.perf_counter() - start
+        conversation.add(message, sequence.reply)
+        turn += 1
+        print(
+            f"[{len(sequence.prompt)} prompt tokens, {engine.scheduler.shared_tokens - found} found in the cache, "
+            f"{len(sequence.reply)} generated, {steps} steps, {len(sequence.reply) / seconds:.1f} tokens/s]"
+        )
+        if dropped:
+            print(f"[the conversation is too long: its {dropped} oldest exchanges are left out]")
 
 
 def report(engine: Engine, sequences: list[Sequence], steps: int, seconds: float) -> None:

@@ -36,6 +36,10 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
+    def holds_content(self, block: int) -> bool:
+        """Whether a sequence may find `block` by what it holds, free or not."""
+        return block in self._content_of
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks for one owner; their contents are forgotten. The caller has checked `num_free`."""
         return [self._take(self._free.popitem(last=False)[0], forget=True) for _ in range(count)]

@@ -32,8 +32,16 @@ class ChatTokenizer:
 
 def chat_text(prompt: str, system: str = SYSTEM_PROMPT) -> str:
     """The file's chat template for one user message."""
-    turns = (f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("system", system), ("user", prompt)))
-    return "".join(turns) + "<|im_start|>assistant\n"
+    return turn_text("system", system) + turn_text("user", prompt) + REPLY
+
+
+def turn_text(role: str, text: str) -> str:
+    """One finished turn of a conversation."""
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+REPLY = "<|im_start|>assistant\n"
+"""Where a reply begins."""
 
 
 def read_tokenizer(reader: GGUFReader) -> ChatTokenizer:

@@ -3,6 +3,7 @@
 The package is only a place where a real model's file lies: nothing of it is imported, and it may be installed without its dependencies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -102,13 +103,26 @@ def read_config(reader: GGUFReader) -> ModelConfig:
     )
 
 
-def read_weights(reader: GGUFReader, config: ModelConfig, dtype: Any = jnp.float32) -> Weights:
-    """Dequantises every tensor (Q4_1, Q8_0, F32 in this file) in float32, and rounds once to `dtype`."""
+def read_weights(
+    reader: GGUFReader, config: ModelConfig, dtype: Any = jnp.float32, progress: Callable[[float], None] = lambda share: None
+) -> Weights:
+    """Dequantises every tensor (Q4_1, Q8_0, F32 in this file) in float32, and rounds once to `dtype`.
+
+    Args:
+      reader, config: the file, and what `read_config` found in it.
+      dtype: of the weights.
+      progress: called after each tensor with the share of all values that have been read.
+    """
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    total, done = sum(int(tensor.n_elements) for tensor in reader.tensors), 0
 
     def read(name: str) -> np.ndarray:
+        nonlocal done
         tensor = tensors[f"{name}.weight"]
-        return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        values = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        done += values.size
+        progress(done / total)
+        return values
 
     def stack(*names: str) -> Array:
         """`[L, in, out]` of matrices that the file keeps as `[out, in]`; several names stand beside each other along `out`."""

@@ -1,0 +1,66 @@
+"""A live picture of the cache in a terminal: who owns which block."""
+
+import sys
+from typing import TextIO
+
+from .engine import Engine
+from .scheduler import Sequence
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+WIDTH = 64
+PRINT_EVERY = 16
+"""Steps between two pictures where the output is no terminal."""
+
+
+def cache_lines(engine: Engine, sequences: list[Sequence]) -> list[str]:
+    """The pool as rows of one character a block, and a line of totals.
+
+    A letter is the sequence that owns the block, `#` a block of several, `+` a free block whose contents can still be found, `.` a free
+    block without.
+
+    Args:
+      engine: its pool and scheduler are read.
+      sequences: all sequences, in the order of their letters.
+    """
+    pool = engine.pool
+    marks = ["+" if pool.holds_content(block) else "." for block in range(pool.num_blocks)]
+    for letter, sequence in zip(LETTERS * (1 + len(sequences) // len(LETTERS)), sequences, strict=False):
+        for block in sequence.blocks:
+            marks[block] = "#" if pool.references[block] > 1 else letter
+    rows = ["".join(marks[start : start + WIDTH]) for start in range(0, len(marks), WIDTH)]
+    scheduler = engine.scheduler
+    return [
+        *rows,
+        f"{pool.num_used} of {pool.num_blocks} blocks used, {len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait, "
+        f"{scheduler.shared_tokens} tokens found in shared blocks, {scheduler.preemptions} preempted",
+    ]
+
+
+class CacheMap:
+    """Draws `cache_lines` in place on a terminal; elsewhere it prints them every `PRINT_EVERY` steps.
+
+    Args:
+      engine, sequences: see `cache_lines`.
+      output: where to draw.
+    """
+
+    def __init__(self, engine: Engine, sequences: list[Sequence], output: TextIO = sys.stdout) -> None:
+        self.engine, self.sequences, self.output = engine, sequences, output
+        self._drawn, self._steps = 0, 0
+
+    def clear(self) -> None:
+        """Removes the picture from the terminal, so that text can be printed."""
+        if self._drawn:
+            self.output.write(f"\033[{self._drawn}F\033[J")
+            self._drawn = 0
+
+    def draw(self) -> None:
+        """Draws the state after a step."""
+        self._steps += 1
+        if not self.output.isatty() and (self._steps - 1) % PRINT_EVERY:
+            return
+        self.clear()
+        lines = [f"step {self._steps}", *cache_lines(self.engine, self.sequences)]
+        self.output.write("\n".join(lines) + "\n")
+        self.output.flush()
+        self._drawn = len(lines) if self.output.isatty() else 0
