@@ -79,6 +79,16 @@ def _source(path: str) -> str:
     return "\n".join(parts)
 
 
+def on_config(config: MkDocsConfig, **_: Any) -> MkDocsConfig:
+    """Pages of `docs/` that the menu leaves out come at its end."""
+    menu = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    pages = sorted(path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).rglob("*.md"))
+    more = [page for page in pages if page not in menu]
+    if more:
+        config.nav = [*(config.nav or []), {"More": more}]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Adds every file outside `docs/` that is linked to from the site, directly or through another such file."""
     waiting = [(page.src_uri, page.content_string) for page in files.documentation_pages()]
