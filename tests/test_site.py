@@ -29,7 +29,7 @@ SLOW = {
     "sharding",
 }
 """Pages whose programs `make docs` runs, and `make test` does not."""
-OPTIONAL = ("einops", "equinox", "flax", "mistral", "orbax", "torch", "transformers", "triton")
+OPTIONAL = ("einops", "equinox", "flax", "matplotlib", "mistral", "orbax", "torch", "transformers", "triton")
 API = "\n".join(path.read_text() for name, path in PAGES.items() if name.startswith("api/"))
 
 

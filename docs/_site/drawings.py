@@ -14,10 +14,11 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch
 
 import purepage as pp
 from benchmarks import summary
+from purepage import viz
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 COLORS = ("#0b3c7d", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#a6761d")
@@ -27,13 +28,6 @@ DRAWINGS: dict[str, Callable[[], plt.Figure]] = {}
 def drawing(function: Callable[[], plt.Figure]) -> Callable[[], plt.Figure]:
     DRAWINGS[function.__name__] = function
     return function
-
-
-def _cells(axes: plt.Axes, x: float, y: float, labels: list[str], colors: list[str], width: float = 1.0, height: float = 1.0) -> None:
-    for i, (label, color) in enumerate(zip(labels, colors, strict=True)):
-        axes.add_patch(Rectangle((x + i * width, y), width, height, facecolor=color, edgecolor="#444", linewidth=0.8))
-        dark = sum(int(color[j : j + 2], 16) for j in (1, 3, 5)) < 380 if color.startswith("#") and len(color) == 7 else False
-        axes.text(x + (i + 0.5) * width, y + height / 2, label, ha="center", va="center", fontsize=8, color="white" if dark else "black")
 
 
 def _bare(width: float, height: float, limits: tuple[float, float, float, float]) -> tuple[plt.Figure, plt.Axes]:
@@ -46,31 +40,10 @@ def _bare(width: float, height: float, limits: tuple[float, float, float, float]
 
 @drawing
 def paged_cache() -> plt.Figure:
-    """Two sequences, their rows of the block table and where their tokens lie: the batch of the README."""
-    query_lens, seq_lens, table, size, blocks = [3, 1], [3, 21], [[5, -1], [2, 7]], 16, 8
-    metadata = pp.make_metadata(query_lens, seq_lens, table, block_size=size)
-    figure, axes = _bare(9, 3.6, (-3.2, 17.2, -10.2, 4.0))
-    axes.text(-3.1, 3.4, "block table", fontsize=9, weight="bold")
-    for s, row in enumerate(table):
-        axes.text(-0.2, 2.1 - 1.3 * s, f"sequence {s}, {seq_lens[s]} tokens", fontsize=8, ha="right", va="center", color=COLORS[s])
-        _cells(axes, 0, 1.6 - 1.3 * s, [str(b) for b in row], [COLORS[s] if b >= 0 else "#eeeeee" for b in row], 1.2)
-    axes.text(
-        3.2,
-        1.5,
-        "logical block j of sequence s is physical block table[s, j];\nslot = block * block_size + offset",
-        fontsize=8,
-        va="center",
-    )
-    new = set(np.asarray(metadata.slot_mapping).tolist())
-    for block in range(blocks):
-        y = -1.6 - 1.1 * block
-        owner = next((s for s, row in enumerate(table) if block in row), None)
-        used = 0 if owner is None else min(size, seq_lens[owner] - size * table[owner].index(block))
-        colors = [COLORS[owner] if owner is not None and n < used else "#f4f4f4" for n in range(size)]
-        labels = ["new" if block * size + n in new else "" for n in range(size)]
-        axes.text(-0.2, y + 0.5, f"block {block}", fontsize=8, ha="right", va="center")
-        _cells(axes, 0, y, labels, colors, 1.05)
-    return figure
+    """Two sequences in a pool of eight blocks: the batch of the README."""
+    spec = pp.CacheSpec(num_blocks=8, block_size=16, num_kv_heads=2, head_size=64)
+    metadata = pp.make_metadata([3, 1], [3, 21], [[5, -1], [2, 7]], block_size=16)
+    return viz.block_table(metadata, spec, columns=8).figure
 
 
 @drawing
@@ -103,30 +76,31 @@ def layouts() -> plt.Figure:
 
 @drawing
 def masks() -> plt.Figure:
-    """Which keys a query sees, read off attention: with values of a one-hot row per key, the output is the softmax weight of each key."""
-    length, size = 16, 16
-    spec = pp.CacheSpec(num_blocks=1, block_size=size, num_kv_heads=1, head_size=16, dtype=jnp.float32)
-    value = jnp.eye(16)[:, None]
+    """The softmax weights of eight masks, with scores of 0."""
+    length = 16
+    spec = pp.CacheSpec(num_blocks=1, block_size=length, num_kv_heads=1, head_size=16, dtype=jnp.float32)
+    cache = pp.init_cache(spec)
+    position = jnp.arange(length)
     cases: dict[str, tuple[dict, bool]] = {
         "causal": ({}, True),
         "sliding_window=5": ({"sliding_window": 5}, True),
-        "causal=False": ({}, False),
-        "causal=False, window 5": ({"sliding_window": 5}, False),
+        "window 5, causal=False": ({"sliding_window": 5}, False),
+        "chunks of 6": ({"key_range": pp.key_ranges.chunked(position, 6)}, True),
+        "image at 4 to 8": ({"key_range": pp.key_ranges.spans(position, jnp.array([4]), jnp.array([9]))}, False),
+        "prefix of 6": ({"key_range": pp.key_ranges.prefix(position, 6)}, False),
         "ALiBi, slope 0.3": ({"alibi_slopes": jnp.array([0.3])}, True),
         "sink of 1": ({"sinks": jnp.array([1.0])}, True),
     }
-    figure, rows = plt.subplots(1, len(cases), figsize=(9.6, 2.2))
-    for axes, (name, (options, causal)) in zip(rows, cases.items(), strict=True):
-        written = pp.make_metadata([length], [length], [[0]], block_size=size)
-        cache = pp.update_cache(pp.init_cache(spec), jnp.zeros((length, 1, 16)), value, written.slot_mapping)
-        metadata = pp.make_metadata([length], [length], [[0]], block_size=size, causal=causal)
-        weights = np.asarray(pp.paged_attention(jnp.ones((length, 1, 16)), cache, metadata, **options))[:, 0]
+    figure, rows = plt.subplots(2, 4, figsize=(8, 4.4))
+    for axes, (name, (options, causal)) in zip(rows.flat, cases.items(), strict=True):
+        metadata = pp.make_metadata([length], [length], [[0]], block_size=length, causal=causal)
+        weights = viz.attention_weights(jnp.ones((length, 1, 16)), cache, metadata, **options)[:, 0]
         axes.imshow(np.where(weights > 0, weights, np.nan), cmap="viridis", vmin=0, vmax=0.5)
-        axes.set_title(name, fontsize=7.5)
+        axes.set_title(name, fontsize=8.5)
         axes.set_xticks([])
         axes.set_yticks([])
-    rows[0].set_ylabel("query", fontsize=8)
-    rows[0].set_xlabel("key", fontsize=8)
+    rows[0, 0].set_ylabel("query", fontsize=8)
+    rows[0, 0].set_xlabel("key", fontsize=8)
     figure.tight_layout()
     return figure
 
@@ -134,7 +108,7 @@ def masks() -> plt.Figure:
 @drawing
 def call_to_launches() -> plt.Figure:
     """What becomes of one call: checks, dispatch, a plan, launches inside the jitted program."""
-    figure, axes = _bare(9, 3.3, (0, 18, -0.2, 6.6))
+    figure, axes = _bare(9, 3.3, (-0.2, 18.1, -0.2, 6.6))
 
     def box(x: float, y: float, width: float, text: str, color: str) -> None:
         axes.add_patch(FancyBboxPatch((x, y), width, 1.2, boxstyle="round,pad=0.08", facecolor=color, edgecolor="#333", linewidth=0.8))

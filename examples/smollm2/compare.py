@@ -82,7 +82,7 @@ def weight_bytes(weights: Weights) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.smollm2.compare", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.smollm2.compare", description="The engine beside transformers' own generate.")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 4], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each reply")
     parser.add_argument("--rounds", type=int, default=5)
@@ -102,17 +102,21 @@ def main() -> None:
         prompts = [tokenizer.encode_chat(text) for text in (PROMPTS * (1 + count // len(PROMPTS)))[:count]]
         engine = Engine(config, weights, max_seqs=count, share_prefixes=False)
         engine.warm_up()
-        ours, theirs = [], []
+        ours: list[float] = []
+        theirs: list[float] = []
+        replies: list[list[int]] = []
+        expected: list[list[int]] = []
+        steps = 1
         for _ in range(options.rounds):
             taken, (replies, steps) = seconds_of(partial(serve, engine, prompts, options.tokens))
-            ours.append((taken, steps))
+            ours.append(taken)
             taken, expected = seconds_of(partial(generate, model, prompts, options.tokens))
             theirs.append(taken)
         same = sum(a == b for mine, other in zip(replies, expected, strict=True) for a, b in zip(mine, other, strict=True))
-        mine, other = statistics.median(taken for taken, _ in ours), statistics.median(theirs)
+        mine, other = statistics.median(ours), statistics.median(theirs)
         tokens = count * options.tokens
         print(
-            f"| {count} | {tokens / mine:.1f} | {tokens / other:.1f} | {other / mine:.2f}x | {mine / ours[-1][1] * 1e3:.0f} "
+            f"| {count} | {tokens / mine:.1f} | {tokens / other:.1f} | {other / mine:.2f}x | {mine / steps * 1e3:.0f} "
             f"| {same} of {tokens} |",
             flush=True,
         )
