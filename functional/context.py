@@ -1,7 +1,8 @@
 """Context parallel attention: the blocks of one sequence lie on several devices, and each attends what it has.
 
-A device's blocks of a sequence, one after another, are a sequence of their own. The devices' results are merged by their lse
-(FlashAttention's split, Dao et al., 2022).
+A device's blocks of a sequence, one after another, are a sequence of their own: its keys are in the order of the whole, so what a query
+sees of the whole, an interval of positions, is an interval here too. The devices' results are merged by their lse (FlashAttention's
+split, Dao et al., 2022).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from .calls import PagedAttentionCall
 from .errors import UnsupportedError
 from .fp8 import quantize
 from .integers import INT32_MAX
+from .intervals import token_sequences, visible_intervals
 
 Names = tuple[Any, ...]
 
@@ -42,11 +44,6 @@ def attend_own_blocks(
                 f"axes {', '.join(map(str, context))}; divide the cache by KV heads or sequences instead"
             )
     metadata, size = call.metadata, call.cache.spec.block_size
-    if call.sliding_window is not None or (metadata.causal and not call.context_only and metadata.max_query_len > 1):
-        raise UnsupportedError(
-            "sequences of several new tokens, and windows, are not served where the blocks of a sequence lie over the mesh axes "
-            f"{', '.join(map(str, context))}; divide the cache by KV heads or sequences instead"
-        )
     starts, width = metadata.query_start_loc, metadata.block_table.shape[1]
     contexts = metadata.seq_lens - (starts[1:] - starts[:-1])
     lengths = jnp.clip(contexts if call.context_only else metadata.seq_lens, 0, min(width * size, INT32_MAX))
@@ -58,6 +55,12 @@ def attend_own_blocks(
     table = jnp.full_like(ids, -1).at[rows, jnp.where(mine, before, width)].set(ids, mode="drop")
     here = jnp.sum(jnp.where(mine, jnp.clip(lengths[:, None] - column * size, 0, size), 0), axis=1, dtype=jnp.int32)
 
+    def count(sequence: Array, position: Array) -> Array:
+        """Keys here that lie before a position of the whole sequence."""
+        at = jnp.clip(position // size, 0, width - 1)
+        inside = jnp.where(mine[sequence, at], jnp.clip(position - at * size, 0, size), 0)
+        return before[sequence, at] * size + inside
+
     part = replace(
         call,
         metadata=replace(metadata, block_table=table, seq_lens=here),
@@ -67,7 +70,21 @@ def attend_own_blocks(
         return_lse=True,
         context_only=False,
     )
-    if call.context_only:
+    plain = call.sliding_window is None and call.traced_window is None and call.key_range is None
+    if not plain or (metadata.causal and not call.context_only and metadata.max_query_len > 1):
+        tokens = call.query.shape[0]
+        everything = jnp.zeros(tokens, jnp.int32), jnp.full(tokens, INT32_MAX, jnp.int32)
+        window = call.sliding_window if call.traced_window is None else call.traced_window
+        start, stop = visible_intervals(starts, contexts, lengths, call.key_range or everything, causal=metadata.causal, window=window)
+        sequence, _ = token_sequences(starts, tokens)
+        part = replace(
+            part,
+            metadata=replace(part.metadata, causal=False),
+            key_range=(count(sequence, start), count(sequence, stop)),
+            sliding_window=None,
+            traced_window=None,
+        )
+    elif call.context_only:
         part = replace(part, metadata=replace(part.metadata, causal=False))
     out, lse = merge_over(context, *serve(part))
     return out.astype(call.output_dtype) if call.output_scale is None else quantize(out, call.output_scale, call.output_dtype), lse

@@ -70,7 +70,7 @@ class Rule:
                 return cache_labels(call.cache)
             if name in ("cache.k_scale", "cache.v_scale"):
                 return ("", "H")[: leaf.ndim]
-            found = self.named.get(name, ())
+            found = ("S", "", "") if name == "qq_bias" and leaf.ndim == 3 else self.named.get(name, ())
             return None if found is None else ("",) * (leaf.ndim - len(found)) + found
 
         return jax.tree_util.tree_map_with_path(of, call), self.operands[: len(operands)]

@@ -84,6 +84,8 @@ def batch(parts: int, mode: str, dtype: str) -> Batch:
         "table": floats(64, SIZE),
         "weight": floats(SIZE),
         "sinks": floats(HEADS),
+        "start": np.maximum(positions - 17, 0),
+        "stop": np.maximum(positions - rng.integers(0, 5, tokens), 0).astype(np.int32) + 1,
     }
     empty = pp.init_cache(spec, **scale)
     return Batch(spec, jax.device_get(replace(empty, data=jnp.asarray(codes))), metadata, arrays)
@@ -92,6 +94,7 @@ def batch(parts: int, mode: str, dtype: str) -> Batch:
 def placed(batch: Batch, s: Shardings) -> tuple:
     """(cache, metadata, arrays) of a batch over a mesh."""
     of = {"query": s.tokens, "key": s.tokens, "value": s.tokens, "qkv": s.rows, "positions": s.rows, "sinks": s.heads}
+    of |= {"start": s.rows, "stop": s.rows}
     arrays = {name: jax.device_put(array, of.get(name, s.replicated)) for name, array in batch.arrays.items()}
     cache = pp.init_cache(batch.spec, sharding=s)
     assert all(leaf.sharding.device_set == set(s.mesh.devices.flat) for leaf in jax.tree.leaves(cache))
@@ -113,7 +116,12 @@ def step(cache, metadata, arrays, *, implementation, write="rope", options=None)
         query, _, _, cache = pp.qk_norm_rope_and_update_cache(
             a["qkv"], a["weight"], a["weight"], a["positions"], a["table"], cache, slots, num_heads=HEADS, **with_
         )
-    out, lse = pp.paged_attention(query, cache, metadata, sinks=a["sinks"], return_lse=True, **with_, **(options or {}))
+    masks = dict(options or {})
+    if masks.pop("ranges", False):
+        masks["key_range"] = a["start"], a["stop"]
+    if masks.pop("traced", False):
+        masks["sliding_window"] = jnp.asarray(masks["sliding_window"])
+    out, lse = pp.paged_attention(query, cache, metadata, sinks=a["sinks"], return_lse=True, **with_, **masks)
     return cache, out, lse
 
 

@@ -199,7 +199,7 @@ def test_a_step_over_every_mesh_is_that_of_one_device_and_moves_no_cache():
     run_cases(
         """
         check_step("data x context x model", "Auto", "xla", eager=True, dtype="float8_e4m3fn")
-        check_step("data x context x model", "Explicit", "xla", write="qk_norm")
+        check_step("data x context x model", "Explicit", "xla", write="qk_norm", mode="mixed", options=(("sliding_window", 20),))
         check_step("data x model", "Auto", "xla", mode="mixed", write="update", dtype="bfloat16")
         check_step("data x model", "Explicit", "xla", mode="mixed")
         """
@@ -229,8 +229,9 @@ def test_every_writer_and_dtype_over_every_mesh(kind, implementation):
         for mesh in MESHES:
             for write, dtype in (("rope", "float8_e4m3fn"), ("qk_norm", "float32"), ("update", "bfloat16")):
                 check_step(mesh, "{kind}", "{implementation}", write=write, dtype=dtype, eager=True)
-            if "context" not in mesh:
-                check_step(mesh, "{kind}", "{implementation}", mode="mixed")
+            masks = (), (("sliding_window", 20), ("traced", True)), (("ranges", True), ("sliding_window", 9))
+            for options in masks:
+                check_step(mesh, "{kind}", "{implementation}", mode="mixed", options=options)
         """,
         triton=implementation == "triton",
     )
