@@ -18,6 +18,7 @@ from purepage.functional.layout import CONTENTS, ORDERS
 from .cache_map import CacheMap
 from .chat import Conversation
 from .engine import BACKENDS, Engine
+from .parallel import parse_mesh
 from .scheduler import Sequence
 from .tokenizer import SYSTEM_PROMPT, ChatTokenizer, read_tokenizer
 from .weights import find_gguf, read_config, read_weights
@@ -56,6 +57,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     model.add_argument("--max-seqs", type=int, default=4, help="sequences that run at once; others wait")
     model.add_argument("--chunk", type=int, default=64, help="tokens of a step that has prompts in it")
     model.add_argument("--max-seq-len", type=int, default=512, help="prompt and reply of one sequence")
+    model.add_argument(
+        "--mesh", default="", help="devices of each axis, such as model=2,data=2 (axes data, context, model); default: one device"
+    )
     model.add_argument("--no-sharing", action="store_true", help="do not share the blocks of common prefixes")
     sampling = parser.add_argument_group("replies")
     sampling.add_argument("--max-tokens", type=int, default=80, help="most tokens of a reply")
@@ -145,12 +149,13 @@ def main(arguments: list[str]) -> None:
             max_tokens=options.chunk,
             max_seq_len=options.max_seq_len,
             share_prefixes=not options.no_sharing,
+            shardings=parse_mesh(options.mesh),
         )
         prompts = prompts or ([] if options.chat else [*PROMPTS])
         sequences = [sequence_of(options, tokenizer, tokenizer.encode_chat(prompt, options.system), i) for i, prompt in enumerate(prompts)]
         for sequence in sequences:
-            engine.scheduler.add(sequence)
-        where = jax.devices()[0].platform
+            engine.add(sequence)
+        where = jax.devices()[0].platform if engine.shardings is None else f"{options.mesh} of {jax.devices()[0].platform}"
         print(f"SmolLM2-135M-Instruct, {options.dtype}, {options.backend} on {where}, loaded in {time.perf_counter() - start:.1f} s")
         print(engine.cache)
         start = time.perf_counter()
@@ -229,14 +234,16 @@ def report(engine: Engine, sequences: list[Sequence], steps: int, seconds: float
     """Speed and cache use of a finished run."""
     generated = sum(len(sequence.reply) for sequence in sequences)
     prompt = sum(len(sequence.prompt) for sequence in sequences)
-    spec, pool = engine.cache.spec, engine.pool
+    spec, schedulers = engine.cache.spec, engine.schedulers
+    used, now = (sum(getattr(each.pool, name) for each in schedulers) for name in ("peak_used", "num_used"))
+    shared, preempted = (sum(getattr(each, name) for each in schedulers) for name in ("shared_tokens", "preemptions"))
     block = spec.nbytes // spec.num_blocks
     print(f"\n{generated} tokens in {seconds:.1f} s: {generated / seconds:.1f} tokens/s, {steps} steps of {seconds / steps * 1e3:.0f} ms")
-    print(f"prompts: {prompt} tokens, {engine.scheduler.shared_tokens} of them found in shared blocks")
+    print(f"prompts: {prompt} tokens, {shared} of them found in shared blocks")
     print(
-        f"cache: at most {pool.peak_used} of {pool.num_blocks} blocks of {pool.block_size} tokens used, "
-        f"{format_bytes(pool.peak_used * block)} of {format_bytes(spec.nbytes)}; {pool.num_used} in use now; "
-        f"{engine.scheduler.preemptions} sequences preempted"
+        f"cache: at most {used} of {spec.num_blocks} blocks of {spec.block_size} tokens used, "
+        f"{format_bytes(used * block)} of {format_bytes(spec.nbytes)}; {now} in use now; "
+        f"{preempted} sequences preempted"
     )
 
 

@@ -83,8 +83,9 @@ def forward(
     def layer(carry: tuple[Array, pp.KVCache], inputs: tuple[Array, LayerWeights]) -> tuple[tuple[Array, pp.KVCache], None]:
         x, cache = carry
         index, w = inputs
-        h = rms_norm(x, w.attention_norm, config.norm_eps) @ w.qkv
-        query, key, value = jnp.split(h.reshape(-1, heads + 2 * kv_heads, size), [heads, heads + kv_heads], axis=1)
+        h = rms_norm(x, w.attention_norm, config.norm_eps)
+        query = (h @ w.query).reshape(-1, heads, size)
+        key, value = ((h @ weight).reshape(-1, kv_heads, size) for weight in (w.key, w.value))
         query, key, cache = backend.rope_and_kv_cache_update(
             query, key, value, batch.positions, rope, cache, slots, layer_config, layer=index, implementation=attention.implementation
         )
@@ -92,8 +93,8 @@ def forward(
             query, key, value, cache, batch.metadata, layer_config, layer=index, implementation=attention.implementation
         )
         x = x + attended.reshape(-1, heads * size) @ w.attention_out
-        gate, up = jnp.split(rms_norm(x, w.mlp_norm, config.norm_eps) @ w.gate_up, 2, axis=-1)
-        return (x + (jax.nn.silu(gate) * up) @ w.down, cache), None
+        h = rms_norm(x, w.mlp_norm, config.norm_eps)
+        return (x + (jax.nn.silu(h @ w.gate) * (h @ w.up)) @ w.down, cache), None
 
     x = weights.embedding[batch.tokens]
     (x, cache), _ = jax.lax.scan(layer, (x, cache), (jnp.arange(config.num_layers), weights.layers))

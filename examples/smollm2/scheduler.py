@@ -18,13 +18,16 @@ class BlockPool:
     Args:
       num_blocks: blocks of the cache.
       block_size: tokens a block.
+      devices: devices that the blocks lie over, each with as many after one another. They give blocks in turn.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, devices: int = 1) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.references = [0] * num_blocks
         self.peak_used = 0
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # the least recently freed first
+        each = num_blocks // devices
+        in_turn = sorted(range(num_blocks), key=lambda block: block % each)
+        self._free = OrderedDict.fromkeys(in_turn)  # the least recently freed first
         self._block_of: dict[bytes, int] = {}
         self._content_of: dict[int, bytes] = {}
 

@@ -36,7 +36,7 @@ class ModelConfig:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["attention_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down"],
+    data_fields=["attention_norm", "query", "key", "value", "attention_out", "mlp_norm", "gate", "up", "down"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -44,10 +44,13 @@ class LayerWeights:
     """Weights of all layers, stacked along L so that `lax.scan` walks them. E hidden, F feed-forward; matrices are `[in, out]`."""
 
     attention_norm: Float[Array, "L E"]
-    qkv: Float[Array, "L E (Hq+2H)*D"]
+    query: Float[Array, "L E Hq*D"]
+    key: Float[Array, "L E H*D"]
+    value: Float[Array, "L E H*D"]
     attention_out: Float[Array, "L Hq*D E"]
     mlp_norm: Float[Array, "L E"]
-    gate_up: Float[Array, "L E 2F"]
+    gate: Float[Array, "L E F"]
+    up: Float[Array, "L E F"]
     down: Float[Array, "L F E"]
 
 
@@ -124,10 +127,9 @@ def read_weights(
         progress(done / total)
         return values
 
-    def stack(*names: str) -> Array:
-        """`[L, in, out]` of matrices that the file keeps as `[out, in]`; several names stand beside each other along `out`."""
-        layers = [np.concatenate([matrix(layer, name) for name in names]).T for layer in range(config.num_layers)]
-        return jnp.asarray(np.stack(layers), dtype)
+    def stack(name: str) -> Array:
+        """`[L, in, out]` of matrices that the file keeps as `[out, in]`."""
+        return jnp.asarray(np.stack([matrix(layer, name).T for layer in range(config.num_layers)]), dtype)
 
     def matrix(layer: int, name: str) -> np.ndarray:
         loaded = read(f"blk.{layer}.{name}")
@@ -141,10 +143,13 @@ def read_weights(
         embedding=jnp.asarray(read("token_embd"), dtype),
         layers=LayerWeights(
             attention_norm=norms("attn_norm"),
-            qkv=stack("attn_q", "attn_k", "attn_v"),
+            query=stack("attn_q"),
+            key=stack("attn_k"),
+            value=stack("attn_v"),
             attention_out=stack("attn_output"),
             mlp_norm=norms("ffn_norm"),
-            gate_up=stack("ffn_gate", "ffn_up"),
+            gate=stack("ffn_gate"),
+            up=stack("ffn_up"),
             down=stack("ffn_down"),
         ),
         final_norm=jnp.asarray(read("output_norm"), dtype),

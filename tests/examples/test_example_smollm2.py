@@ -19,10 +19,12 @@ except PackageNotFoundError:
 # ruff: noqa: E402
 import smollm2_reference as reference
 from gguf import GGUFReader
+from processes import run_python
 
 from examples.smollm2 import __main__ as command
 from examples.smollm2 import model
 from examples.smollm2.engine import Engine
+from examples.smollm2.parallel import parse_mesh
 from examples.smollm2.scheduler import Sequence
 from examples.smollm2.tokenizer import chat_text, read_tokenizer
 from examples.smollm2.weights import find_gguf, read_config, read_weights
@@ -155,6 +157,54 @@ def test_two_traces_serve_every_batch(short, monkeypatch):
     assert len(traces) == 2
     greedy(engine, 5)
     assert len(traces) == 2
+
+
+MESHES = """
+    import json, sys
+    from dataclasses import replace
+    from gguf import GGUFReader
+    from examples.smollm2.engine import Engine
+    from examples.smollm2.parallel import parse_mesh
+    from examples.smollm2.scheduler import Sequence
+    from examples.smollm2.weights import find_gguf, read_config, read_weights
+
+    prompts, layers, num_tokens, meshes = map(json.loads, sys.argv[1:])
+    reader = GGUFReader(find_gguf())
+    config = read_config(reader)
+    config = replace(config, num_layers=layers or config.num_layers)
+    weights = read_weights(reader, config)
+    for mesh in meshes:
+        backend = "rocm_aiter_unified_attn" if "context" in mesh else "rocm_attn"
+        engine = Engine(config, weights, backend=backend, max_seqs=2, max_tokens=32, max_seq_len=256, shardings=parse_mesh(mesh))
+        sequences = [Sequence(tuple(prompt), num_tokens) for prompt in prompts]
+        for _ in engine.generate(sequences):
+            pass
+        assert len(engine.cache.data.addressable_shards) == (1 if engine.shardings is None else engine.shardings.mesh.size)
+        print(json.dumps([sequence.reply for sequence in sequences]))
+"""
+
+
+def over_meshes(layers, num_tokens, replies, meshes):
+    arguments = [[reply["prompt_ids"] for reply in replies], layers, num_tokens, meshes]
+    return list(map(json.loads, run_python(MESHES, *map(json.dumps, arguments), devices=8).splitlines()))
+
+
+def test_tokens_over_a_mesh_are_those_of_one_device():
+    """Nine query heads and three KV heads over two devices, a scheduler for each half of the sequences."""
+    one, *others = over_meshes(1, 3, REPLIES[:4], ["", "model=2,data=2"])
+    assert others == [one]
+
+
+@pytest.mark.slow
+def test_tokens_of_the_whole_model_over_every_mesh_are_those_of_transformers():
+    found = over_meshes(None, 12, REPLIES[:6], ["model=2", "data=2", "context=2", "model=4,data=2", "data=2,context=2,model=2"])
+    assert found == [[reply["tokens"][:12] for reply in REPLIES[:6]]] * 5
+
+
+@pytest.mark.parametrize("mesh", ["heads=2", "model=0", "model", "model=2,model=2", "data=64"])
+def test_a_mesh_that_can_not_be_is_refused(mesh):
+    with pytest.raises(ValueError, match=f"--mesh is '{mesh}'"):
+        parse_mesh(mesh)
 
 
 def test_the_cache_is_updated_in_place(short_engine):

@@ -211,8 +211,7 @@ def test_kernels_under_plain_jit_are_divided(implementation):
     pytest.importorskip("triton")
     run_cases(
         """
-        check_step("data x context x model", "Auto", "triton")
-        check_step("data x context x model", "Explicit", "triton", write="update")
+        check_step("context x model", "Auto", "triton", write="update")
         """,
         triton=True,
     )
