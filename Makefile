@@ -29,7 +29,7 @@ test-all: $(VENV)/has-test
 # The site is in build/site; a broken link is an error. The programs of its pages that `make test` leaves out run here.
 docs: $(VENV)/has-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest -q --timeout 1800 --all tests/test_site.py
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -q --all -m slow tests/test_site.py
 
 lint: $(VENV)/has-tools
 	$(BIN)/ruff check .
