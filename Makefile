@@ -15,7 +15,7 @@ DEMO_FLAGS ?=
 # The limit is a guard against a test that hangs, not a measure of any.
 PYTEST_FLAGS ?= -n 2 --timeout 7200
 
-.PHONY: demo test test-all docs lint typecheck format clean
+.PHONY: demo test test-all docs notebooks lint typecheck format clean
 
 demo: $(VENV)/has-demo
 	$(BIN)/python -m examples.smollm2 $(DEMO_FLAGS)
@@ -30,6 +30,11 @@ test-all: $(VENV)/has-test
 docs: $(VENV)/has-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -q --all -m slow tests/test_site.py
+
+notebooks: $(VENV)/has-test
+	mkdir -p build/notebooks
+	for page in notebooks/*.py; do \
+		$(BIN)/jupytext --to ipynb --execute --run-path notebooks --output "build/$${page%.py}.ipynb" "$$page" || exit 1; done
 
 lint: $(VENV)/has-tools
 	$(BIN)/ruff check .

@@ -19,6 +19,7 @@ Features = Mapping[str, Mapping[str, Mapping[str, Any]]]
 FEATURES: Features = {
     "lengths": {
         "decode": {"query_lens": (1, 1, 1), "seq_lens": (5, 16, 100)},
+        "decode beside an empty sequence": {"query_lens": (1, 1), "seq_lens": (40, 0)},
         "prefill": {"query_lens": (3, 20), "seq_lens": (3, 20)},
         "chunked prefill": {"query_lens": (9, 2), "seq_lens": (30, 99)},
         "ragged mix with empty sequences": {"query_lens": (1, 0, 7, 5, 0), "seq_lens": (33, 0, 70, 5, 12)},
@@ -211,7 +212,7 @@ class _Run:
         except _Refused as why:
             return Report(0, 0, {("everything", "plain attention"): str(why)}, (), ())
         if error:
-            return Report(0, 1, {}, (self.smallest({}, plain, error),), ())
+            return Report(0, 1, {}, (self.smallest({}, plain, plain, error),), ())
         passed, failed = 1, 0
         for feature, kinds in self.features.items():
             for kind in list(kinds)[1:]:
@@ -223,7 +224,7 @@ class _Run:
                     continue
                 if error:
                     failed += 1
-                    failures.append(self.smallest({feature: kind}, choice, error))
+                    failures.append(self.smallest({feature: kind}, choice, plain, error))
                 else:
                     passed += 1
                     passing[feature].append(kind)
@@ -239,7 +240,7 @@ class _Run:
             failed += 1
             if not any(failure.kinds.items() <= choice.items() for failure in failures):
                 kinds, error = self.reduced(choice, plain, error)
-                failures.append(self.smallest(kinds, {**plain, **kinds}, error))
+                failures.append(self.smallest(kinds, {**plain, **kinds}, plain, error))
         return Report(passed, failed, refused, tuple(failures), tested)
 
     def options(self, choice: Mapping[str, str]) -> dict[str, Any]:
@@ -288,8 +289,8 @@ class _Run:
                     current[feature], error = kind, found
         return {feature: kind for feature, kind in current.items() if kind != plain[feature]}, error
 
-    def smallest(self, kinds: Mapping[str, str], choice: Mapping[str, str], error: str) -> Failure:
-        """The failure of a choice in as few and as short sequences as still fail."""
+    def smallest(self, kinds: Mapping[str, str], choice: Mapping[str, str], plain: Mapping[str, str], error: str) -> Failure:
+        """The failure of a choice in as few and as short sequences as still fail, where plain attention of those lengths does not."""
         options = self.options(choice)
         batch = random_batch(self.seed, **options)  # type: ignore[arg-type]
         count = len(batch.seq_lens) - options.get("padding_seqs", 1)
@@ -297,16 +298,27 @@ class _Run:
         drawn = ("num_seqs", "max_query_len", "max_seq_len", "query_lens", "seq_lens")
         rest = {name: value for name, value in options.items() if name not in drawn and (name != "kind" or value == "cross")}
 
-        def exact(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-            return {"query_lens": [q for q, _ in pairs], "seq_lens": [n for _, n in pairs], **rest}
+        def of_lengths(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+            return {"query_lens": [q for q, _ in pairs], "seq_lens": [n for _, n in pairs]}
 
-        found = self.fails(exact(lengths))
+        def exact(pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+            return of_lengths(pairs) | rest
+
+        lengths_kind = {name: options[name] for name in ("kind",) if name in rest}
+        base = {name: value for name, value in self.options(plain).items() if name not in drawn and name != "kind"} | lengths_kind
+        others = [feature for feature in kinds if feature != "lengths"]
+
+        def shows(pairs: Sequence[tuple[int, int]]) -> str:
+            found = self.fails(exact(pairs))
+            return "" if found and others and self.fails({**base, **of_lengths(pairs)}) else found
+
+        found = shows(lengths)
         if not found:  # other values, as other lengths draw others
             return Failure(dict(kinds), self.seed, options, error)  # type: ignore[arg-type]
         error = found
         for _ in range(_REDUCTIONS):
             for shorter in _shorter(lengths):
-                found = self.fails(exact(shorter))
+                found = shows(shorter)
                 if found:
                     lengths, error = shorter, found
                     break

@@ -93,6 +93,25 @@ def test_the_case_of_a_failure_is_the_smallest_that_fails():
     assert "FAILS: plain attention\n    random_batch(0, query_lens=[1], seq_lens=[17], " in str(report)
 
 
+def test_a_smaller_case_of_another_failure_is_not_taken():
+    """An empty sequence fails as well, and is shorter; it is no case of the failure with a window."""
+
+    def kernel(batch):
+        out, _ = first_key_twice(batch)
+        out[: batch.num_tokens][np.repeat(batch.seq_lens == 0, batch.query_lens)] = np.nan
+        return out
+
+    report = check_attention(kernel, pairs=False, verbose=False)
+    found = {tuple(failure.kinds.items()): failure.options["seq_lens"] for failure in report.failures}
+    assert found == {
+        (("lengths", "decode beside an empty sequence"),): [0],
+        (("lengths", "cross attention"),): [0],
+        (("window", "1"),): [2],
+        (("window", "7"),): [8],
+        (("window", "a block"),): [17],
+    }
+
+
 def test_what_a_kernel_refuses_is_listed_and_takes_no_other_kind_along():
     def plain_decode(batch):
         if batch.metadata.max_query_len > 1:
