@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,12 +83,13 @@ def attention(
     heads: tuple[int, int] = (32, 8),
     num_blocks: int = 1000,
     max_query_len: int = 1024,
+    head_size_v: int | None = None,
     **options: Any,
 ) -> Callable[[str], Program]:
     """Plan of paged attention by arch. A batch of prefill and decode runs all three kernels; `max_query_len=1` runs the last two."""
 
     def plan(arch: str) -> Program:
-        spec = _spec(arch, head_size, heads[1], cache, block_size, content, num_blocks)
+        spec = replace(_spec(arch, head_size, heads[1], cache, block_size, content, num_blocks), head_size_v=head_size_v)
         query_dtype = native_fp8(arch) if query == "native" else query
         shape = PagedAttentionShape(
             num_tokens=2048 if max_query_len > 1 else 32,
@@ -114,6 +115,7 @@ def encoder(head_size: int, dtype: str = "bfloat16", **options: Any) -> Callable
         num_heads=16,
         num_kv_heads=8,
         head_size=head_size,
+        value_size=head_size,
         dtype=dtype,
         max_query_len=1024,
         scale=head_size**-0.5,
@@ -194,6 +196,7 @@ VARIANTS: Mapping[str, Callable[[str], Program]] = {
     "attention D128 foreign fp8": attention(128, cache="foreign"),
     "attention D128 fp8 query": attention(128, query="native", cache="native", has_output_scale=False),
     "attention D80 bf16": attention(80, block_size=16),
+    "attention D192 bf16 values D128": attention(192, head_size_v=128),
     "attention D256 bf16": attention(256),
     "attention D256 bf16 all features": attention(256, **ALL),
     "attention D256 bf16 xpacked": attention(256, content="xpacked", block_size=16),
@@ -279,6 +282,7 @@ def failed_thresholds(row: Row) -> list[str]:
         cache=SimpleNamespace(dtype=jnp.dtype(stored)),
         compute_dtype=compute,
         head_pad=spec.head_pad,
+        value_pad=spec.value_pad,
         qq_bias=spec.bias_columns or None,
     )
     rows, tile, head, channels = spec.block_m, spec.block_n, spec.head_pad, spec.reload_query
@@ -297,8 +301,8 @@ def failed_thresholds(row: Row) -> list[str]:
         for times, elements, kind in (
             (1, tile * (channels or head), stored),
             (1, edge * (channels or head), stored),
-            (1, tile * head, stored),
-            (1, edge * head, stored),
+            (1, tile * spec.value_pad, stored),
+            (1, edge * spec.value_pad, stored),
             (1, held * (channels or head), query),
         )
     )

@@ -240,6 +240,7 @@ def _encoder_shape(call: EncoderAttentionCall) -> EncoderShape:
         num_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
         head_size=call.query.shape[2],
+        value_size=call.value.shape[2],
         dtype=_name(call.query),
         max_query_len=call.metadata.max_query_len,
         scale=call.scale,
@@ -339,7 +340,16 @@ OPERATIONS: Mapping[str, Operation] = {
         _serves(
             _SCORES
             | _CACHE
-            | {"qq_bias", "qq_bias_per_sequence", "output_scale", "return_lse", "context_only", "non_causal", "quantized_query"},
+            | {
+                "head_size_v",
+                "qq_bias",
+                "qq_bias_per_sequence",
+                "output_scale",
+                "return_lse",
+                "context_only",
+                "non_causal",
+                "quantized_query",
+            },
             query=_MODEL | _FP8,
             cache=_MODEL | _FP8,
             output_dtype=_MODEL | _FP8,
@@ -350,7 +360,7 @@ OPERATIONS: Mapping[str, Operation] = {
         _attention_results,
     ),
     "encoder_attention": Operation(
-        _serves(_SCORES | {"causal", "return_lse"}, layouts=False, query=_MODEL),
+        _serves(_SCORES | {"causal", "return_lse", "head_size_v"}, layouts=False, query=_MODEL),
         _encoder_shape,
         plan_encoder_attention,
         _encoder_arrays,

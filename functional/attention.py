@@ -30,7 +30,7 @@ from .integers import INT32_MAX, saturate
 from .literals import AttentionOptions, EncoderOptions, Implementation
 from .metadata import AttentionMetadata, check_metadata
 
-Out = Float[Array, "T Hq D"]
+Out = Float[Array, "T Hq Dv"]
 Lse = Float[Array, "T Hq"]
 
 
@@ -224,7 +224,7 @@ def paged_attention(
       implementation: None (best), "xla", "pallas", "triton" or "aiter".
 
     Returns:
-      out [T, Hq, D], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key
+      out [T, Hq, Dv], and with `return_lse` also lse f32[T, Hq] (natural log, sink included). Padding tokens and tokens that see no key
       give 0 and lse -inf (the sink where there is one). A key that is masked by length, causality, window, range or bias never reaches an
       output, whatever it holds. All rows of a sequence are NaN where a block id from its first to its last key that one of them may see is
       outside [0, B). Scores, and sums of values by weights of at most 1 each, must be finite in float32. There are no derivatives.
@@ -258,7 +258,7 @@ def paged_attention(
 def encoder_attention(
     query: Float[Array, "T Hq D"],
     key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
+    value: Float[Array, "T H Dv"],
     metadata: AttentionMetadata,
     *,
     return_lse: Literal[False] = False,
@@ -268,7 +268,7 @@ def encoder_attention(
 def encoder_attention(
     query: Float[Array, "T Hq D"],
     key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
+    value: Float[Array, "T H Dv"],
     metadata: AttentionMetadata,
     *,
     return_lse: Literal[True],
@@ -278,7 +278,7 @@ def encoder_attention(
 def encoder_attention(
     query: Float[Array, "T Hq D"],
     key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
+    value: Float[Array, "T H Dv"],
     metadata: AttentionMetadata,
     *,
     return_lse: bool,
@@ -287,7 +287,7 @@ def encoder_attention(
 def encoder_attention(
     query: Float[Array, "T Hq D"],
     key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
+    value: Float[Array, "T H Dv"],
     metadata: AttentionMetadata,
     *,
     scale: Any = None,
@@ -303,7 +303,7 @@ def encoder_attention(
     """Self attention of packed sequences, without a cache. Ports vLLM's Triton prefill attention.
 
     Args:
-      query: [T, Hq, D]; key, value: [T, H, D], packed alike, of one dtype: float32, float16 or bfloat16.
+      query: [T, Hq, D]; key: [T, H, D]; value: [T, H, Dv], packed alike, of one dtype: float32, float16 or bfloat16.
       metadata: only `query_start_loc` and `max_query_len` are read; a sequence's keys are its own tokens.
       scale: factor on the scores; None means D ** -0.5.
       sliding_window: W: token i sees j with |i - j| < W (W = 1: itself). None, 0 and -1 are off. It may be data, as in `paged_attention`.
@@ -316,7 +316,7 @@ def encoder_attention(
       implementation: see `paged_attention`.
 
     Returns:
-      out [T, Hq, D] in the query's dtype, and with `return_lse` also lse f32[T, Hq]; padding tokens give 0 and lse -inf.
+      out [T, Hq, Dv] in the query's dtype, and with `return_lse` also lse f32[T, Hq]; padding tokens give 0 and lse -inf.
 
     Raises:
       ValueError, TypeError, UnsupportedError: see `paged_attention`.
@@ -326,7 +326,7 @@ def encoder_attention(
     _, heads, head_size = key.shape
     query = check_tokens("query", query, None, head_size)
     check_static_tokens("query", query)
-    value = check_tokens("value", value, heads, head_size)
+    value = check_tokens("value", value, heads, None)
     check_head_ratio(query.shape[1], heads)
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:

@@ -17,7 +17,7 @@ from .derivatives import refuse_derivatives
 from .errors import bad_type, bad_value
 from .html import table
 from .integers import INT32_MAX, narrow
-from .layout import CONTENTS, ORDERS, Extents, SideStrides, physical_axes, side_axes, side_strides
+from .layout import CONTENTS, ORDERS, Extents, SideStrides, layout_of, physical_axes, side_axes, side_strides
 from .literals import Content, Order
 from .pytrees import equal_by_value, register_for_export
 
@@ -36,6 +36,8 @@ class CacheSpec:
       block_size: tokens N a block.
       num_kv_heads: KV heads H.
       head_size: channels D a head.
+      head_size_v: channels Dv of a value, where they differ from a key's; None is `head_size`. Content "packed" alone, whose row of a token
+        and head is then its key and its value, D + Dv channels.
       num_layers: layers L that share the buffer; the layer is always its outermost axis.
       dtype: dtype of the stored keys and values: float32, float16, bfloat16, or one of the four fp8 kinds.
       content: "packed", "xpacked", "xpacked_interleaved_v", "shuffled" or "flash" (see `purepage.functional.layout`).
@@ -49,6 +51,7 @@ class CacheSpec:
     block_size: int
     num_kv_heads: int
     head_size: int
+    head_size_v: int | None = None
     num_layers: int = 1
     dtype: Any = jnp.bfloat16
     content: Content = "packed"
@@ -57,6 +60,9 @@ class CacheSpec:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "num_layers"):
             object.__setattr__(self, name, check_positive_int(name, getattr(self, name)))
+        if self.head_size_v is not None:  # equal specs are equal, however they are written
+            size = check_positive_int("head_size_v", self.head_size_v)
+            object.__setattr__(self, "head_size_v", None if size == self.head_size else size)
         try:
             dtype = jnp.dtype(self.dtype)
         except TypeError:
@@ -75,6 +81,9 @@ class CacheSpec:
                 self.num_blocks,
                 f"at most {INT32_MAX // self.block_size} with block_size {self.block_size}: a slot is an int32",
             )
+        if self.head_size_v is not None and not layout_of(self.content).sides_are_adjacent:
+            able = ", ".join(repr(content) for content in CONTENTS if layout_of(content).sides_are_adjacent)
+            bad_value("head_size_v", self.head_size_v, f"head_size ({self.head_size}) with content {self.content!r}; {able} takes any")
         axes = {axis for side in self.side_axes for axis in side}
         if "D/x" in axes and self.head_size % self.vector:
             bad_value("head_size", self.head_size, f"a multiple of {self.vector} (16 bytes of {dtype.name}) with content {self.content!r}")
@@ -128,7 +137,12 @@ class CacheSpec:
 
     @cached_property
     def extents(self) -> Extents:
-        return Extents(self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size, self.vector)
+        return Extents(self.num_layers, self.num_blocks, self.num_kv_heads, self.block_size, self.head_size, self.vector, self.value_size)
+
+    @property
+    def value_size(self) -> int:
+        """Dv: channels of a value."""
+        return self.head_size if self.head_size_v is None else self.head_size_v
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -210,7 +224,8 @@ class KVCache:
         quantized = f", scales per {'head' if getattr(self.k_scale, 'ndim', 1) == 2 else 'layer'}" if s.is_quantized else ""
         return (
             f"KVCache({s.dtype.name}[{shape}] as {' '.join(s.axes)}, {s.content}/{s.order}, {s.num_layers} layers, "
-            f"{s.num_blocks} blocks of {s.block_size} tokens, {s.num_kv_heads} KV heads of {s.head_size}, "
+            f"{s.num_blocks} blocks of {s.block_size} tokens, {s.num_kv_heads} KV heads of "
+            f"{s.head_size}{'' if s.head_size_v is None else f' (values {s.head_size_v})'}, "
             f"{format_bytes(s.nbytes)}{quantized})"
         )
 
@@ -394,6 +409,8 @@ def _split(axis: str, names: tuple[str, ...]) -> tuple[str, ...]:
 def take_blocks(cache: KVCache, layer: Array | int, block_ids: Array) -> tuple[Array, Array]:
     """Keys and values of some blocks of one layer, [..., N, H, D] each, as stored bits in `spec.dtype`. Ids must lie in [0, B)."""
     spec = cache.local_spec
+    if spec.head_size_v is not None:
+        return _take_rows(cache, layer, block_ids)
     sides = []
     for side, axes in enumerate(spec.side_axes):
         view = jnp.asarray(cache.data).reshape(spec.extents.shape(axes))
@@ -402,6 +419,17 @@ def take_blocks(cache: KVCache, layer: Array | int, block_ids: Array) -> tuple[A
         taken = view.at[index].get(mode="promise_in_bounds")
         sides.append(from_bits(unpack_block(_ids_first(taken, axes, block_ids.ndim), axes, spec), spec))
     return sides[0], sides[1]
+
+
+def _take_rows(cache: KVCache, layer: Array | int, block_ids: Array) -> tuple[Array, Array]:
+    """`take_blocks` where a row is a key and a value of another size: the blocks are taken whole and then split."""
+    spec = cache.local_spec
+    pick = {"L": layer, "B": block_ids}
+    taken = jnp.asarray(cache.data).at[tuple(pick.get(axis, slice(None)) for axis in spec.axes)].get(mode="promise_in_bounds")
+    taken = _ids_first(taken, spec.axes, block_ids.ndim)
+    names, lead = token_order(spec.axes), block_ids.ndim
+    rows = from_bits(jnp.transpose(taken, (*range(lead), *(lead + names.index(axis) for axis in ("N", "H", "2D")))), spec)
+    return rows[..., : spec.head_size], rows[..., spec.head_size :]
 
 
 def _ids_first(taken: Array, axes: tuple[str, ...], ids_ndim: int) -> Array:
@@ -420,7 +448,7 @@ def cache_to_logical(cache: KVCache, layer: Any = 0) -> tuple[Array, Array]:
       layer: an int or a traced i32 scalar.
 
     Returns:
-      (key, value), [B, N, H, D] each, in the cache's dtype: the stored codes, not multiplied by the scales.
+      (key, value), [B, N, H, D] and [B, N, H, Dv], in the cache's dtype: the stored codes, not multiplied by the scales.
 
     Raises:
       TypeError, ValueError: not a cache, or a layer that it does not have.
@@ -436,7 +464,7 @@ def cache_from_logical(spec: CacheSpec, key: Array, value: Array, *, k_scale: An
     Args:
       spec: what to make.
       key: [L, B, N, H, D], already in the cache's dtype: bits are stored as they are, not divided by the scales.
-      value: as `key`.
+      value: as `key`, [L, B, N, H, Dv].
       k_scale, v_scale: a scalar, [L] or [L, H], above 0; 1 unless the cache is fp8.
 
     Returns:
@@ -447,13 +475,18 @@ def cache_from_logical(spec: CacheSpec, key: Array, value: Array, *, k_scale: An
     """
     if not isinstance(spec, CacheSpec):
         bad_type("spec", spec, "a CacheSpec")
-    shape = (spec.num_layers, spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-    for name, array in (("key", key), ("value", value)):
+    for name, array, size in (("key", key, spec.head_size), ("value", value, spec.value_size)):
+        shape = (spec.num_layers, spec.num_blocks, spec.block_size, spec.num_kv_heads, size)
         if not is_array(array) or tuple(array.shape) != shape:
             bad_value(name, array, f"an array of shape [L, B, N, H, D] = {list(shape)}")
         if array.dtype != spec.dtype:
             bad_type(name, array, f"of the cache's dtype {spec.dtype.name}")
     key, value = refuse_derivatives("cache_from_logical", (key, value))
+    scales = _scale("k_scale", k_scale, spec), _scale("v_scale", v_scale, spec)
+    if spec.head_size_v is not None:
+        rows = jnp.concatenate([to_bits(jnp.asarray(side), spec) for side in (key, value)], axis=-1)
+        axes = ("L", "B", "N", "H", "2D")
+        return KVCache(jnp.transpose(rows, [axes.index(axis) for axis in spec.axes]), *scales, spec)
     merged = []
     for array, axes in zip((key, value), spec.side_axes, strict=True):
         block_axes = ("L", "B", *token_order(axes))
@@ -467,4 +500,4 @@ def cache_from_logical(spec: CacheSpec, key: Array, value: Array, *, k_scale: An
         at = key_axes.index("2")
         lead = max(key_axes.index("2"), key_axes.index("B"))
         data = jnp.stack([side.reshape(*side.shape[:lead], -1) for side in merged], axis=at).reshape(spec.shape)
-    return KVCache(data, _scale("k_scale", k_scale, spec), _scale("v_scale", v_scale, spec), spec)
+    return KVCache(data, *scales, spec)

@@ -16,7 +16,7 @@ from .literals import Implementation
 def check_new_tokens(key: Any, value: Any, spec: CacheSpec) -> tuple[Array, Array]:
     """This step's key and value, as many tokens each, of the cache's heads and head size."""
     key = check_tokens("key", key, spec.num_kv_heads, spec.head_size)
-    value = check_tokens("value", value, spec.num_kv_heads, spec.head_size)
+    value = check_tokens("value", value, spec.num_kv_heads, spec.value_size)
     if value.shape[0] != key.shape[0]:
         bad_value("value", value, f"of the key's {key.shape[0]} tokens")
     return key, value
@@ -25,7 +25,7 @@ def check_new_tokens(key: Any, value: Any, spec: CacheSpec) -> tuple[Array, Arra
 def update_cache(
     cache: KVCache,
     key: Float[Array, "T H D"],
-    value: Float[Array, "T H D"],
+    value: Float[Array, "T H Dv"],
     slot_mapping: Int[Array, " T"],
     *,
     layer: Any = 0,
@@ -38,7 +38,8 @@ def update_cache(
 
     Args:
       cache: never changed, unless donated.
-      key, value: [T, H, D], float32, float16 or bfloat16. Rows past the end of `slot_mapping` are ignored.
+      key: [T, H, D], float32, float16 or bfloat16.
+      value: [T, H, Dv], alike; Dv is D unless the cache has a `head_size_v`. Rows past the end of `slot_mapping` are ignored.
       slot_mapping: i32[<= T] or i64, block * block_size + offset. Slots below 0 and at or past num_blocks * block_size skip their token.
         Two tokens with one slot: undefined (`validate_metadata` finds them).
       layer: layer of the cache, an int or a traced i32 scalar.

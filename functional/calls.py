@@ -17,6 +17,8 @@ from .metadata import AttentionMetadata
 
 def _cache_features(cache: KVCache, *dtypes: np.dtype) -> Iterator[str]:
     """Features of a cache that is read by, or written from, arrays of these dtypes."""
+    if cache.spec.head_size_v is not None:
+        yield "head_size_v"
     if cache.spec.is_quantized:
         yield "quantized_cache"
         if cache.k_scale.ndim == 2 or cache.v_scale.ndim == 2:
@@ -67,7 +69,7 @@ class PagedAttentionCall(Call):
 class EncoderAttentionCall(Call):
     query: Float[Array, "T Hq D"] = array(dtype=True)
     key: Float[Array, "T H D"] = array()
-    value: Float[Array, "T H D"] = array()
+    value: Float[Array, "T H Dv"] = array()
     metadata: AttentionMetadata = array()
     score_scale: Float[Array, ""] | None = option()
     alibi_slopes: Float[Array, " Hq"] | None = option(default=None)
@@ -80,6 +82,10 @@ class EncoderAttentionCall(Call):
     causal: bool = option(static=True)
     return_lse: bool = option(static=True, default=False)
 
+    def nested_features(self) -> Iterator[str]:
+        if self.value.shape[2] != self.key.shape[2]:
+            yield "head_size_v"
+
 
 @call_type
 class UpdateCacheCall(Call):
@@ -87,7 +93,7 @@ class UpdateCacheCall(Call):
 
     cache: KVCache = array()
     key: Float[Array, "T H D"] = array(dtype=True)
-    value: Float[Array, "T H D"] = array(dtype=True)
+    value: Float[Array, "T H Dv"] = array(dtype=True)
     slot_mapping: Int[Array, " T"] = array()
     layer: Int[Array, ""] = array()
 
@@ -120,7 +126,7 @@ class RopeUpdateCall(Call):
 
     query: Float[Array, "T Hq D"] = array(dtype=True)
     key: Float[Array, "T H D"] = array(dtype=True)
-    value: Float[Array, "T H D"] = array(dtype=True)
+    value: Float[Array, "T H Dv"] = array(dtype=True)
     positions: Int[Array, " T"] = array()
     cos_sin_cache: Float[Array, "P R"] = array(dtype=True)
     cache: KVCache = array()

@@ -60,6 +60,7 @@ class AttentionConfig:
       num_heads: query heads Hq, a multiple of `num_kv_heads`.
       num_kv_heads: KV heads H.
       head_size: channels D of a head.
+      head_size_v: channels Dv of a value, where they differ from a key's; `None` means `head_size`.
       scale: factor on the scores; `None` means `head_size ** -0.5`.
       sliding_window: number of keys that a query sees, itself included; `None`, 0 and -1 are off. An int is static, an integer scalar array
         is data, so that layers of one `lax.scan` may differ.
@@ -77,6 +78,7 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    head_size_v: int | None = None
     scale: float | None = None
     sliding_window: Any = None
     logits_soft_cap: float | None = None
@@ -88,6 +90,9 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size"):
             object.__setattr__(self, name, check_positive_int(name, getattr(self, name)))
+        if self.head_size_v is not None:
+            size = check_positive_int("head_size_v", self.head_size_v)
+            object.__setattr__(self, "head_size_v", None if size == self.head_size else size)
         if self.num_heads % self.num_kv_heads:
             bad_value("num_heads", self.num_heads, f"a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.scale is not None and not isinstance(self.scale, jax.Array):
@@ -109,6 +114,11 @@ class AttentionConfig:
 
     def __hash__(self) -> int:
         return hash(self._values)
+
+    @property
+    def value_size(self) -> int:
+        """Dv: channels of a value."""
+        return self.head_size if self.head_size_v is None else self.head_size_v
 
     @property
     def softmax_scale(self) -> Any:

@@ -26,6 +26,7 @@ ARGUMENTS: Mapping[str, str] = {
     "score_scale": "q_scale, or scale as an array",
     "partial_rotary": "cos_sin_cache narrower than head_size",
     "gptj_rotary": "is_neox",
+    "head_size_v": "values of another head size than keys",
     "traced_window": "sliding_window as an array",
     "qq_bias_per_sequence": "qq_bias of shape [S, Lq, Lk]",
     "context_only": "keys before this step's tokens alone",
@@ -37,7 +38,9 @@ ACCOUNTED: Mapping[type, frozenset[str]] = {
         ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "max_query_len", "max_seq_len", "causal", "block_size")
     ),
     KVCache: frozenset(("data", "k_scale", "v_scale", "spec")),
-    CacheSpec: frozenset(("num_blocks", "block_size", "num_kv_heads", "head_size", "num_layers", "dtype", "content", "order")),
+    CacheSpec: frozenset(
+        ("num_blocks", "block_size", "num_kv_heads", "head_size", "head_size_v", "num_layers", "dtype", "content", "order")
+    ),
 }
 """Fields of the types inside a call that every implementation takes, or that `features`, `dtypes` and layout properties stand for. A field
 that is added there must be added here: as a feature in `nested_features` unless every implementation serves it."""

@@ -228,9 +228,11 @@ def _qk_norm_call(
 
 
 def _check_qkv(qkv: Any, num_heads: int, spec: CacheSpec) -> Array:
-    width = (num_heads + 2 * spec.num_kv_heads) * spec.head_size
+    width = (num_heads + spec.num_kv_heads) * spec.head_size + spec.num_kv_heads * spec.value_size
     if not is_array(qkv) or len(qkv.shape) != 2 or qkv.shape[1] != width:
         rule = f"(num_heads + 2 * num_kv_heads) * head_size = ({num_heads} + 2 * {spec.num_kv_heads}) * {spec.head_size} = {width}"
+        if spec.head_size_v is not None:
+            rule = f"(num_heads + num_kv_heads) * head_size + num_kv_heads * head_size_v = {width}"
         bad_value("qkv", qkv, f"an array of shape [T, {rule}]")
     if jnp.dtype(qkv.dtype) not in MODEL_DTYPES:
         bad_type("qkv", qkv, f"of dtype {', '.join(d.name for d in MODEL_DTYPES)}")

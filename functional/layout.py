@@ -137,7 +137,11 @@ def side_axes(content: str, order: str) -> tuple[tuple[str, ...], tuple[str, ...
 
 @dataclass(frozen=True)
 class Extents:
-    """The sizes that turn axis names into shapes. `vector` is x, the elements in 16 bytes."""
+    """The sizes that turn axis names into shapes. `vector` is x, the elements in 16 bytes; `value_size` the channels of a value.
+
+    Where these are not the key's, only a layout whose sides are adjacent has a place for both: a row "2D" is a key and then its value, and
+    a side is no reshape of the buffer.
+    """
 
     num_layers: int
     num_blocks: int
@@ -145,6 +149,7 @@ class Extents:
     block_size: int
     head_size: int
     vector: int
+    value_size: int
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -159,7 +164,7 @@ class Extents:
             "x": self.vector,
             "D/x": self.head_size // self.vector,
             "N/x": self.block_size // self.vector,
-            "2D": 2 * self.head_size,
+            "2D": self.head_size + self.value_size,
             "DN": self.head_size * self.block_size,
         }
 
@@ -196,12 +201,16 @@ class SideStrides:
 def side_strides(content: str, order: str, extents: Extents) -> tuple[SideStrides, SideStrides]:
     """Strides of (key, value) in elements; exact Python integers, which may pass 2**31."""
     sides = []
+    rows_of_two = extents.value_size != extents.head_size  # see Extents
     for side, axes in enumerate(side_axes(content, order)):
+        axes = physical_axes(content, order) if rows_of_two else axes
         shape = extents.shape(axes)
         stride, step = {}, 1
         for axis, size in zip(reversed(axes), reversed(shape), strict=True):
             stride[axis] = step
             step *= size
+        if rows_of_two:
+            stride |= {"D": stride["2D"], "2": extents.head_size * stride["2D"]}
         splits_dim = "D/x" in axes
         splits_token = "N/x" in axes
         sides.append(

@@ -121,6 +121,7 @@ def _cache_of_new_tokens(
         block_size=BLOCK_SIZE,
         num_kv_heads=heads,
         head_size=head_size,
+        head_size_v=value.shape[2],
         dtype=jnp.promote_types(key.dtype, value.dtype),
     )
     placed = AttentionMetadata(

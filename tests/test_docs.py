@@ -107,7 +107,7 @@ def test_the_addresses_in_the_semantics_are_the_strides_of_every_layout(content)
     formulas = cells(SEMANTICS, f"`{content}`")[1:3]
     if formulas[0].startswith("as "):
         formulas[0] = cells(SEMANTICS, formulas[0].removeprefix("as "))[1]
-    extents = Extents(num_layers=2, num_blocks=3, num_kv_heads=3, block_size=8, head_size=16, vector=4)
+    extents = Extents(num_layers=2, num_blocks=3, num_kv_heads=3, block_size=8, head_size=16, vector=4, value_size=16)
     for formula, strides in zip(formulas, side_strides(content, "LBHNC", extents), strict=True):
         for h, n, d in itertools.product(range(3), range(8), range(16)):
             names = {"h": h, "n": n, "d": d, "H": 3, "N": 8, "D": 16, "x": 4}

@@ -21,6 +21,7 @@ from ..config import AttentionConfig, AttentionType, is_array
 from ..errors import UnsupportedError, bad_type, bad_value
 from ..fp8 import e4m3_dtype, kv_cache_dtype, quantize
 from ..fused_writers import qk_norm_mrope_and_update_cache, qk_norm_rope_and_update_cache, rope_and_update_cache
+from ..layout import layout_of
 from ..literals import Content, Implementation, Order
 from ..metadata import AttentionMetadata, check_metadata
 from ..new_tokens import attention_with_new_tokens
@@ -164,7 +165,7 @@ class Backend:
             output_dtype = e4m3_dtype(device_arch())
         dtype = output_dtype_of(query.dtype, output_dtype, output_scale is not None)
         if metadata is None:
-            return jnp.zeros(query.shape, dtype)
+            return jnp.zeros((*query.shape[:2], config.value_size), dtype)
         metadata = plain_metadata(check_metadata(metadata))
         if attn_type in ENCODERS:
             key, value = self._check_encoder(query, key, value, config, output_scale, dtype)
@@ -347,8 +348,10 @@ class Backend:
         arch: str | None,
     ) -> CacheSpec:
         """The spec of this backend's cache with `content`; the modules' `cache_spec` choose the content."""
-        if head_size_v not in (None, head_size):
-            raise UnsupportedError(f"head_size_v is {head_size_v}: {self._name} keeps keys and values of one head_size ({head_size})")
+        if head_size_v not in (None, head_size) and not layout_of(content).sides_are_adjacent:
+            raise UnsupportedError(
+                f"head_size_v is {head_size_v}: {self._name}'s {content!r} cache keeps keys and values of one head_size ({head_size})"
+            )
         orders = self.capabilities.supported_kv_cache_layouts(kv_connector=kv_connector)
         if not orders:
             raise UnsupportedError(f"kv_connector: {self._name} has no layout for a KV connector")
@@ -362,6 +365,7 @@ class Backend:
             block_size=self.capabilities.get_preferred_block_size() if block_size is None else block_size,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
+            head_size_v=head_size_v,
             num_layers=num_layers,
             dtype=kv_cache_dtype(kv_cache_dtype_name, model_dtype=dtype, arch=device_arch() if arch is None else named_target(arch).arch),
             content=content,
@@ -390,7 +394,7 @@ class Backend:
         """Refuses what the backend does not serve over a cache; returns the (query heads, KV heads) of this shard."""
         local = check_cache(cache)
         spec = local if local.num_kv_heads == config.num_kv_heads else cache.spec
-        for name in ("num_kv_heads", "head_size"):
+        for name in ("num_kv_heads", "head_size", "head_size_v"):
             if getattr(spec, name) != getattr(config, name):
                 bad_value(f"cache.spec.{name}", getattr(spec, name), f"the config's {getattr(config, name)}")
         self._refuse(self.supports(config, spec))
@@ -405,7 +409,7 @@ class Backend:
         num_kv_heads = config.num_kv_heads
         if is_array(key) and len(key.shape) == 3 and key.shape[1] and num_kv_heads % key.shape[1] == 0:
             num_kv_heads = key.shape[1]
-        key, value = _check_pair(key, value, num_kv_heads, config.head_size, fp8=False)
+        key, value = _check_pair(key, value, num_kv_heads, config, fp8=False)
         check_tokens("query", query, config.num_heads * num_kv_heads // config.num_kv_heads, None, fp8=True)
         if query.dtype in FP8_DTYPES:
             raise UnsupportedError(f"query is {query.dtype.name}: {self._name}'s encoder attention is not quantized")
@@ -420,7 +424,7 @@ class Backend:
         if key is None and value is None:
             return None
         read = self.capabilities.full_precision_new_tokens and metadata.max_query_len > 1
-        key, value = _check_pair(key, value, num_kv_heads, config.head_size, fp8=not read)
+        key, value = _check_pair(key, value, num_kv_heads, config, fp8=not read)
         if config.attn_type == AttentionType.DECODER and key.shape[0] != query.shape[0]:
             bad_value("key", key, f"of the query's {query.shape[0]} tokens where attn_type is DECODER")
         return (key, value) if read else None
@@ -444,12 +448,14 @@ class Backend:
             return function(qkv, *arguments, cache, slot_mapping, num_heads=num_heads, **options)
         num_heads, num_kv_heads = _heads_of_qkv(qkv, config)
         if not encoder:
-            heads = jnp.asarray(qkv).reshape(qkv.shape[0], -1, config.head_size)
-            zeros = jnp.zeros_like(heads[:, : num_heads + num_kv_heads])
-            return zeros[:, :num_heads], zeros[:, num_heads:], heads[:, num_heads + num_kv_heads :], cache
+            rotated = num_heads + num_kv_heads
+            zeros = jnp.zeros((qkv.shape[0], rotated, config.head_size), qkv.dtype)
+            value = jnp.asarray(qkv)[:, rotated * config.head_size :].reshape(qkv.shape[0], num_kv_heads, config.value_size)
+            return zeros[:, :num_heads], zeros[:, num_heads:], value, cache
         self._refuse(self.supports(config, None))
         # Norm and rotation are the writer's own: it gets a cache of one block, and no token has a slot in it.
-        scratch = CacheSpec(num_blocks=1, block_size=16, num_kv_heads=num_kv_heads, head_size=config.head_size, dtype=qkv.dtype)
+        sizes = {"head_size": config.head_size, "head_size_v": config.head_size_v}
+        scratch = CacheSpec(num_blocks=1, block_size=16, num_kv_heads=num_kv_heads, **sizes, dtype=qkv.dtype)
         slots = jnp.full(qkv.shape[0], -1, jnp.int32)
         *parts, _ = function(qkv, *arguments, init_plain_cache(scratch), slots, num_heads=num_heads, **{**options, "layer": 0})
         return (*parts, cache)
@@ -477,7 +483,8 @@ def _attn_type(config: Any) -> AttentionType:
 def _layer_of(spec: CacheSpec, kv_cache_dtype_name: str) -> AttentionConfig:
     """A layer over a cache of this spec, to ask `supports` with."""
     heads = spec.num_kv_heads
-    return AttentionConfig(num_heads=heads, num_kv_heads=heads, head_size=spec.head_size, kv_cache_dtype=kv_cache_dtype_name)
+    sizes = {"head_size": spec.head_size, "head_size_v": spec.head_size_v}
+    return AttentionConfig(num_heads=heads, num_kv_heads=heads, **sizes, kv_cache_dtype=kv_cache_dtype_name)
 
 
 def _options(config: AttentionConfig) -> dict[str, Any]:
@@ -485,10 +492,11 @@ def _options(config: AttentionConfig) -> dict[str, Any]:
     return {"scale": config.softmax_scale, **{name: getattr(config, name) for name in names}}
 
 
-def _check_pair(key: Any, value: Any, num_kv_heads: int, head_size: int, *, fp8: bool) -> tuple[Array, Array]:
+def _check_pair(key: Any, value: Any, num_kv_heads: int, config: AttentionConfig, *, fp8: bool) -> tuple[Array, Array]:
     if (key is None) != (value is None):
         bad_value("value" if value is None else "key", None, "given, or both None")
-    key, value = (check_tokens(name, side, num_kv_heads, head_size, fp8=fp8) for name, side in (("key", key), ("value", value)))
+    key = check_tokens("key", key, num_kv_heads, config.head_size, fp8=fp8)
+    value = check_tokens("value", value, num_kv_heads, config.value_size, fp8=fp8)
     if value.shape[0] != key.shape[0]:
         bad_value("value", value, f"of the key's {key.shape[0]} tokens")
     return key, value
@@ -504,8 +512,8 @@ def _store_codes(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, lay
     index = check_layer(layer, spec)
     carrier = jnp.dtype("float8_e4m3fn") if spec.dtype == jnp.dtype("float8_e5m2") else spec.dtype
     sides = []
-    for name, side, scale in (("key", key, cache.k_scale), ("value", value, cache.v_scale)):
-        codes = check_tokens(name, side, spec.num_kv_heads, spec.head_size, fp8=True)
+    for name, side, size, scale in (("key", key, spec.head_size, cache.k_scale), ("value", value, spec.value_size, cache.v_scale)):
+        codes = check_tokens(name, side, spec.num_kv_heads, size, fp8=True)
         if codes.dtype in MODEL_DTYPES and spec.is_quantized:
             codes = quantize(codes, jnp.reshape(scale[index], (-1, 1)), spec.dtype)
         elif codes.dtype != spec.dtype:
@@ -520,7 +528,7 @@ def _store_codes(cache: KVCache, key: Any, value: Any, slot_mapping: Any, *, lay
 def _heads_of_qkv(qkv: Any, config: AttentionConfig) -> tuple[int, int]:
     """(query heads, KV heads) of a fused projection, of the whole layer or of a shard of its KV heads."""
     queries_per_kv_head = config.num_heads // config.num_kv_heads
-    group = (queries_per_kv_head + 2) * config.head_size
+    group = (queries_per_kv_head + 1) * config.head_size + config.value_size
     if (
         not is_array(qkv)
         or len(qkv.shape) != 2

@@ -261,7 +261,7 @@ class Capabilities:
 
     def _cache_reasons(self, config: AttentionConfig, spec: CacheSpec) -> list[str]:
         reasons = []
-        for name in ("num_kv_heads", "head_size"):
+        for name in ("num_kv_heads", "head_size", "head_size_v"):
             if getattr(spec, name) != getattr(config, name):
                 reasons.append(f"{name} is {getattr(spec, name)} in the cache and {getattr(config, name)} in the config")
         if spec.content not in self.contents:

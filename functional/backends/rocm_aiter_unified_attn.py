@@ -125,7 +125,7 @@ def cache_spec(
 
     Args:
       num_blocks, num_kv_heads, head_size, num_layers: B, H, D and L.
-      head_size_v: None or `head_size`.
+      head_size_v: channels of a value, where they differ; with `shuffled` None or `head_size`.
       block_size: N, a multiple of 16, or 1 (vLLM's probe of the bytes of a token); None is the preferred one (64).
       dtype: the model's dtype, which "auto" stands for.
       kv_cache_dtype: vLLM's string, or a dtype's own name. "fp8" and "fp8_e4m3" mean float8_e4m3fnuz on gfx94x, float8_e4m3fn elsewhere.

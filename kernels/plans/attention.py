@@ -42,7 +42,7 @@ def shared_bytes(shape: PagedAttentionShape, arch: Arch, *, rows: int, tile: int
     stored = shape.cache.dtype.itemsize
     # Tiles wait in shared memory as stored; one that must be converted goes through it a second time.
     channels = reload_query or shape.head_pad
-    elements = tile * (channels + shape.head_pad)
+    elements = tile * (channels + shape.value_pad)
     converted = 0 if shape.cache.dtype.name == shape.compute_dtype else elements * compute
     scores = rows * tile * (compute if shape.qq_bias is None else 4)  # a bias is added in float32
     query, tiles = rows * channels * compute, num_stages * elements * stored + converted + scores
@@ -105,7 +105,7 @@ def plan_paged_attention(
     cus = num_cus or facts.num_cus
     spec = shape.cache
     inputs = _inputs(shape)
-    outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, spec.head_size), shape.output_dtype)}
+    outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, spec.value_size), shape.output_dtype)}
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
@@ -148,17 +148,19 @@ def _hardware_fp8(shape: PagedAttentionShape, arch: Arch) -> bool:
 
 def _row(table: Any, shape: PagedAttentionShape, arch: Arch) -> Any:
     kind = FP8 if shape.cache.is_quantized else KV_DESCRIPTOR if _pitch(shape) else ANY
-    row = config_for(arch, table, shape.head_pad, kind=kind)
+    row = config_for(arch, table, shape.widest, kind=kind)
     # float8_e5m2 is the upper half of a float16: decoding it takes no registers.
     decoded = shape.cache.is_quantized and shape.cache.dtype.name != "float8_e5m2" and not _hardware_fp8(shape, arch)
     straddles = shape.cache.block_size % row.block_n != 0
-    crowded = shape.head_pad > 64 and (shape.has_alibi or straddles or shape.query_dtype not in ITEMSIZE)
+    crowded = shape.widest > 64 and (shape.has_alibi or straddles or shape.query_dtype not in ITEMSIZE)
     float32, biased = shape.compute_dtype == "float32", shape.qq_bias is not None
     return narrowed(row, arch, float32=float32, has_bias=biased, crowded=crowded, decoded_fp8=decoded)
 
 
 def _pitch(shape: PagedAttentionShape) -> int:
     """Elements from a token to the next where the cache is a matrix with a token a row and a head a run of columns, else 0."""
+    if shape.cache.head_size_v is not None:  # one descriptor serves both sides
+        return 0
     sides = shape.cache.side_strides
     pitch, heads = sides[0].token_outer, shape.cache.num_kv_heads
     for side in sides:
@@ -242,6 +244,8 @@ def _spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig | DecodeCon
         queries_per_kv_head=shape.group,
         head_size=cache.head_size,
         head_pad=shape.head_pad,
+        value_size=cache.value_size,
+        value_pad=shape.value_pad,
         scale=float(shape.scale),
         causal=shape.causal and not shape.context_only and not shape.ranged,  # a key of the context is before every query
         context_only=shape.context_only and not shape.ranged,
@@ -334,7 +338,7 @@ def _decode_launches(
         num_splits=splits,
         values_first=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
     )
-    scratch = {"parts": Buffer((spec.part_rows * (shape.cache.head_size + 2),), "float32")}
+    scratch = {"parts": Buffer((spec.part_rows * (shape.cache.value_size + 2),), "float32")}
     names = {**names, **scratch}
     written = tuple(name for name in ("out", "lse") if name in names)
     decode = Launch(
@@ -356,8 +360,8 @@ def _decode_launches(
     # With many sequences a program merges all rows of one. With few it merges one row, so that the merge of a long sequence is spread out.
     row_count = heads * tokens
     merged = next_power_of_two(row_count) if shape.num_seqs * head_blocks >= cus else 1
-    merged = min(merged, max(1, 2048 // shape.head_pad))
-    parts = max(1, min(next_power_of_two(splits), 4096 // (merged * shape.head_pad), 32))
+    merged = min(merged, max(1, 2048 // shape.value_pad))
+    parts = max(1, min(next_power_of_two(splits), 4096 // (merged * shape.value_pad), 32))
     reduce = Launch(
         kernel=REDUCE_KERNEL,
         grid=(max(shape.num_seqs, shape.num_tokens if zero_padding else 0) * head_blocks * ceil_div(row_count, merged), 1, 1),

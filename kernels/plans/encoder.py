@@ -26,6 +26,7 @@ class EncoderShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    value_size: int
     dtype: str
     max_query_len: int
     scale: float
@@ -44,6 +45,15 @@ class EncoderShape:
         return max(16, next_power_of_two(self.head_size))
 
     @property
+    def value_pad(self) -> int:
+        return max(16, next_power_of_two(self.value_size))
+
+    @property
+    def widest(self) -> int:
+        """Channels of the wider side: configurations are for these."""
+        return max(self.head_pad, self.value_pad)
+
+    @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
 
@@ -56,8 +66,8 @@ def _heads_and_rows(shape: EncoderShape, row: PrefillConfig) -> tuple[int, int]:
 
 def _fitting_row(shape: EncoderShape, arch: Arch, override: PrefillConfig | None) -> PrefillConfig:
     """The override, or the tables' row, made smaller until it keeps the arch's limits."""
-    crowded = shape.head_pad > 64 and (shape.has_alibi or shape.ranged)
-    row = override or narrowed(config_for(arch, arch.prefill, shape.head_pad), arch, float32=shape.dtype == "float32", crowded=crowded)
+    crowded = shape.widest > 64 and (shape.has_alibi or shape.ranged)
+    row = override or narrowed(config_for(arch, arch.prefill, shape.widest), arch, float32=shape.dtype == "float32", crowded=crowded)
     while True:
         why = over_limits(arch, shared_bytes=_shared_bytes(shape, arch, row), num_warps=row.num_warps)
         if why is None:
@@ -72,7 +82,14 @@ def _fitting_row(shape: EncoderShape, arch: Arch, override: PrefillConfig | None
 
 def _shared_bytes(shape: EncoderShape, arch: Arch, row: PrefillConfig) -> int:
     """That of paged attention over a cache of the same dtype and heads."""
-    spec = CacheSpec(num_blocks=1, block_size=16, num_kv_heads=shape.num_kv_heads, head_size=shape.head_size, dtype=shape.dtype)
+    spec = CacheSpec(
+        num_blocks=1,
+        block_size=16,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        head_size_v=shape.value_size,
+        dtype=shape.dtype,
+    )
     paged = PagedAttentionShape(
         num_tokens=shape.num_tokens,
         num_seqs=shape.num_seqs,
@@ -87,6 +104,23 @@ def _shared_bytes(shape: EncoderShape, arch: Arch, row: PrefillConfig) -> int:
     rows = _heads_and_rows(shape, row)[1]
     return shared_bytes(
         paged, arch, rows=rows, tile=row.block_n, num_stages=row.num_stages, reload_query=channels_at_a_time(shape.head_pad, row)
+    )
+
+
+def _strides(heads: int, head_size: int, tile: int) -> SideStrides:
+    """Of a side [T, H, D]. Every tile is a block of its own, so that the tokens of long sequences have 64-bit addresses."""
+    row = heads * head_size
+    return SideStrides(
+        offset=0,
+        layer=0,
+        block=tile * row,
+        head=head_size,
+        token_outer=row,
+        token=0,
+        n_vector=1,
+        dim_outer=1,
+        dim=0,
+        d_vector=1,
     )
 
 
@@ -111,9 +145,9 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
     row = _fitting_row(shape, facts, tiled)
     heads, rows = _heads_and_rows(shape, row)
     tokens = rows // heads
-    states = Buffer((shape.num_tokens, shape.num_heads, shape.head_size), shape.dtype)
-    keys = Buffer((shape.num_tokens, shape.num_kv_heads, shape.head_size), shape.dtype)
-    inputs = {"query": states, "key": keys, "value": keys, "query_start_loc": Buffer((shape.num_seqs + 1,), "int32")}
+    states, results = (Buffer((shape.num_tokens, shape.num_heads, size), shape.dtype) for size in (shape.head_size, shape.value_size))
+    keys, values = (Buffer((shape.num_tokens, shape.num_kv_heads, size), shape.dtype) for size in (shape.head_size, shape.value_size))
+    inputs = {"query": states, "key": keys, "value": values, "query_start_loc": Buffer((shape.num_seqs + 1,), "int32")}
     if masks_of(shape):
         inputs["masks"] = Buffer((masks_of(shape),), "int32")
     if shape.has_alibi:
@@ -122,25 +156,14 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
         inputs["sinks"] = Buffer((shape.num_heads,), "float32")
     if shape.has_score_scale:
         inputs["score_scale"] = Buffer((1,), "float32")
-    key_row = shape.num_kv_heads * shape.head_size
-    # Every tile is a block of its own, so that the tokens of long sequences have 64-bit addresses.
-    strides = SideStrides(
-        offset=0,
-        layer=0,
-        block=row.block_n * key_row,
-        head=shape.head_size,
-        token_outer=key_row,
-        token=0,
-        n_vector=1,
-        dim_outer=1,
-        dim=0,
-        d_vector=1,
-    )
+    key, value = (_strides(shape.num_kv_heads, size, row.block_n) for size in (shape.head_size, shape.value_size))
     spec = AttentionSpec(
         num_heads=shape.num_heads,
         queries_per_kv_head=shape.group,
         head_size=shape.head_size,
         head_pad=shape.head_pad,
+        value_size=shape.value_size,
+        value_pad=shape.value_pad,
         scale=float(shape.scale),
         causal=shape.causal and not shape.ranged,
         window=0 if shape.ranged else kernel_window(shape.sliding_window),
@@ -151,7 +174,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
         query_dtype=shape.dtype,
         out_dtype=shape.dtype,
         compute_dtype="float32" if arch == "cpu" else shape.dtype,  # the interpreter's dot takes bfloat16 for integers
-        kv=KVLayout(num_blocks=0, block_size=row.block_n, dtype=shape.dtype, key=strides, value=strides),
+        kv=KVLayout(num_blocks=0, block_size=row.block_n, dtype=shape.dtype, key=key, value=value),
         seqs_pad=max(16, next_power_of_two(shape.num_seqs)),
         block_heads=heads,
         block_tokens=tokens,
@@ -164,7 +187,7 @@ def plan_encoder_attention(shape: EncoderShape, arch: str, *, num_cus: int | Non
     )
     # Sequence s has row blocks from query_start_loc[s] // tokens + s on: at most this many in all, whatever the lengths.
     blocks = ceil_div(shape.num_tokens, tokens) + shape.num_seqs if shape.num_tokens else 0
-    outputs = {"out": states, **({"lse": Buffer((shape.num_tokens, shape.num_heads), "float32")} if shape.return_lse else {})}
+    outputs = {"out": results, **({"lse": Buffer((shape.num_tokens, shape.num_heads), "float32")} if shape.return_lse else {})}
     names = "out lse query key value query_start_loc masks alibi_slopes sinks score_scale".split()
     launch = Launch(
         kernel=ENCODER_KERNEL,

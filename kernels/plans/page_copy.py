@@ -22,6 +22,8 @@ def copied_shape(shape: PagedAttentionShape, rows: int) -> PagedAttentionShape |
     Args:
       rows: query tokens times heads of a KV head from which on it pays, 0 for never; `max_query_len` stands for the tokens.
     """
+    if shape.cache.head_size_v is not None:
+        return None
     exact = shape.cache.is_quantized or shape.cache.dtype.name == shape.query_dtype
     if not rows or shape.max_query_len * shape.group < rows or shape.query_dtype not in ("bfloat16", "float16") or not exact:
         return None

@@ -61,6 +61,15 @@ class PagedAttentionShape:
         return max(16, next_power_of_two(self.cache.head_size))
 
     @cached_property
+    def value_pad(self) -> int:
+        return max(16, next_power_of_two(self.cache.value_size))
+
+    @cached_property
+    def widest(self) -> int:
+        """Channels of the wider side: configurations are for these."""
+        return max(self.head_pad, self.value_pad)
+
+    @cached_property
     def longest(self) -> int:
         """Most keys of a sequence."""
         width = self.table_width * self.cache.block_size

@@ -38,9 +38,9 @@ def tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window, S: tl.con
 
 @triton.jit
 def paged_attention_decode(
-    out,  # [T, Hq, D] output dtype
+    out,  # [T, Hq, Dv] output dtype
     lse,  # [T, Hq] f32, or None
-    parts,  # f32: acc [part_rows, D], row_sum [part_rows], row_max [part_rows] of the partial results
+    parts,  # f32: acc [part_rows, Dv], row_sum [part_rows], row_max [part_rows] of the partial results
     query,  # [T, Hq, D] model dtype or fp8
     cache,  # the whole cache in its storage dtype
     k_scale,  # [L] or [L, H] f32
@@ -81,11 +81,11 @@ def paged_attention_decode(
     last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), S.amd)
     seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), S.amd)
 
-    part_sum = parts + S.part_rows * S.head_size
+    part_sum = parts + S.part_rows * S.value_size
     part_max = part_sum + S.part_rows
     row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
     row = tl.arange(0, S.block_m)
-    d = tl.arange(0, S.head_pad)
+    d = tl.arange(0, S.value_pad)
     layer_index = tl.load(layer)
     key_base = side_base(cache, layer_index, kv_head, KEY, STORED)
     value_base = side_base(cache, layer_index, kv_head, VALUE, STORED)
@@ -142,8 +142,8 @@ def paged_attention_decode(
                 slot = part * 2 + (seq_begin + part_lo != share_begin).to(tl.int32)
                 part_row = (slot * S.head_blocks + head_block) * (S.split_tokens * S.block_heads) + row
                 part_ok = row < S.split_tokens * S.block_heads
-                pointers = parts + part_row[:, None] * S.head_size + d[None, :]
-                tl.store(pointers, state.acc, mask=part_ok[:, None] & (d < S.head_size)[None, :])
+                pointers = parts + part_row[:, None] * S.value_size + d[None, :]
+                tl.store(pointers, state.acc, mask=part_ok[:, None] & (d < S.value_size)[None, :])
                 tl.store(part_sum + part_row, state.row_sum, mask=part_ok)
                 tl.store(part_max + part_row, state.row_max, mask=part_ok)
         seq_begin += count
@@ -151,7 +151,7 @@ def paged_attention_decode(
 
 @triton.jit
 def paged_attention_reduce(
-    out,  # [T, Hq, D] output dtype
+    out,  # [T, Hq, Dv] output dtype
     lse,  # [T, Hq] f32, or None
     parts,  # as in `paged_attention_decode`
     v_scale,  # [L] or [L, H] f32
@@ -204,8 +204,8 @@ def paged_attention_reduce(
     ok = is_row & (row // S.block_heads < query_len)
     state = initial_state(sinks, head, ok, count, S)
     row_sum, row_max, acc = state.row_sum, state.row_max, state.acc
-    d = tl.arange(0, S.head_pad)
-    part_sum = parts + S.part_rows * S.head_size
+    d = tl.arange(0, S.value_pad)
+    part_sum = parts + S.part_rows * S.value_size
     part_max = part_sum + S.part_rows
     for step in tl.range(first_part, tl.where(count > 0, last_part + 1, first_part), S.parts_per_step):
         part = step + tl.arange(0, S.parts_per_step)
@@ -214,8 +214,8 @@ def paged_attention_reduce(
         part_ok = (part <= last_part)[:, None] & is_row[None, :]
         row_maxes = tl.load(part_max + part_row, mask=part_ok, other=float("-inf"))
         row_sums = tl.load(part_sum + part_row, mask=part_ok, other=0.0)
-        pointers = parts + part_row[:, :, None] * S.head_size + d[None, None, :]
-        values = tl.load(pointers, mask=part_ok[:, :, None] & (d < S.head_size)[None, None, :], other=0.0)
+        pointers = parts + part_row[:, :, None] * S.value_size + d[None, None, :]
+        values = tl.load(pointers, mask=part_ok[:, :, None] & (d < S.value_size)[None, None, :], other=0.0)
         new_max = tl.maximum(row_max, tl.max(row_maxes, 0))
         floor = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(row_maxes - floor[None, :])

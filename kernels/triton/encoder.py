@@ -13,11 +13,11 @@ from .spec import QueryRows, SequenceKeys
 
 @triton.jit
 def encoder_attention(
-    out,  # [T, Hq, D] model dtype
+    out,  # [T, Hq, Dv] model dtype
     lse,  # [T, Hq] f32, or None
     query,  # [T, Hq, D] model dtype
     key,  # [T, H, D] model dtype
-    value,  # [T, H, D] model dtype
+    value,  # [T, H, Dv] model dtype
     query_start_loc,  # [S + 1] i32
     masks,  # i32: the `masks` that are data, or None
     alibi_slopes,  # [Hq] f32, or None
@@ -57,7 +57,8 @@ def encoder_attention(
     token = (seq_start + first).to(tl.int64) + row_token
     window = window_of(masks, S)
 
-    base = seq_start.to(tl.int64) * S.kv_row + kv_head * S.head_size
+    key_base = key + seq_start.to(tl.int64) * (S.num_kv_heads * S.head_size) + kv_head * S.head_size
+    value_base = value + seq_start.to(tl.int64) * (S.num_kv_heads * S.value_size) + kv_head * S.value_size
     if S.ranged:
         ranges = ranges_of(masks, num_seqs, seq_start + first, S)
         key_begin, key_end, full_begin, full_end = range_bounds(ranges, ok, S)
@@ -66,6 +67,6 @@ def encoder_attention(
         key_begin, key_end, full_begin, full_end = key_bounds(first, first + count - 1, length, window, S)
     lo, hi, full_lo, full_hi = tile_bounds(key_begin, key_end, full_begin, full_end, S.block_n)
     rows = QueryRows(q, source, factor, position, window, ranges, slope, None, ok)
-    keys = SequenceKeys(None, 0, key + base, value + base, None, None, None, key_begin, key_end, 0)
+    keys = SequenceKeys(None, 0, key_base, value_base, None, None, None, key_begin, key_end, 0)
     state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
     store_rows(out, lse, token, head, ok, state, 1.0, None, S)

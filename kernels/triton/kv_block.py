@@ -89,16 +89,16 @@ def load_keys(key_base, ids, tile, d, visible, MASKED: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def load_values(value_base, ids, tile, visible, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, S: tl.constexpr):
-    """[block_n, head_pad] stored values of a tile; MASKED: 0 for keys that are not `visible`."""
+    """[block_n, value_pad] stored values of a tile; MASKED: 0 for keys that are not `visible`."""
     KV: tl.constexpr = S.kv
     VALUE: tl.constexpr = S.kv.value
     # A mask along adjacent tokens would break 128-bit loads, so a side whose tokens are adjacent is loaded whole and masked afterwards.
     BY_TOKEN: tl.constexpr = VALUE.n_vector > 1 or VALUE.token_outer == 1
-    d = tl.arange(0, S.head_pad)
+    d = tl.arange(0, S.value_pad)
     v_tile, v_token = token_offsets(ids, tile, BLOCK_N, VALUE, KV)
     v_dim = dim_offsets(d, VALUE)
     pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
-    v = load_masked(pointers, d[None, :] < S.head_size, visible[:, None], S.pads_head, MASKED and not BY_TOKEN)
+    v = load_masked(pointers, d[None, :] < S.value_size, visible[:, None], S.pads_value, MASKED and not BY_TOKEN)
     if MASKED and BY_TOKEN:
         v = tl.where(visible[:, None], v, 0)
     return v

@@ -13,13 +13,13 @@ def store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S: t
     """Normalises and writes rows; `token` is i64. A row whose sum is 0 has seen no key: its output is exactly 0, its lse -inf."""
     OUT: tl.constexpr = S.out_dtype
     acc, row_sum, row_max = state
-    d = tl.arange(0, S.head_pad)
+    d = tl.arange(0, S.value_pad)
     row = token * S.num_heads + head
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)
     result = tl.where(empty[:, None], 0.0, acc * (value_scale / row_sum)[:, None])
-    pointers = typed(out, OUT) + row[:, None] * S.head_size + d[None, :]
-    store_ok = ok[:, None] & (d < S.head_size)[None, :]
+    pointers = typed(out, OUT) + row[:, None] * S.value_size + d[None, :]
+    store_ok = ok[:, None] & (d < S.value_size)[None, :]
     if output_scale is not None:
         result = result / tl.load(output_scale)
     if OUT == "float32" or OUT == "float16" or OUT == "bfloat16":
@@ -34,11 +34,11 @@ def store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S: t
 def store_zeros(out, lse, token, head, ok, S: tl.constexpr):
     """Writes 0 and an lse of -inf, for padding tokens; `token` is i64."""
     OUT: tl.constexpr = S.out_dtype
-    d = tl.arange(0, S.head_pad)
+    d = tl.arange(0, S.value_pad)
     row = token * S.num_heads + head
-    pointers = typed(out, OUT) + row[:, None] * S.head_size + d[None, :]
+    pointers = typed(out, OUT) + row[:, None] * S.value_size + d[None, :]
     zeros = (row[:, None] * 0 + d[None, :] * 0).to(pointers.dtype.element_ty)
-    tl.store(pointers, zeros, mask=ok[:, None] & (d < S.head_size)[None, :])
+    tl.store(pointers, zeros, mask=ok[:, None] & (d < S.value_size)[None, :])
     if lse is not None:
         tl.store(lse + row, (row * 0).to(tl.float32) - float("inf"), mask=ok)
 

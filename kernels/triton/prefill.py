@@ -15,7 +15,7 @@ from .spec import QueryRows, SequenceKeys, SoftmaxState
 
 @triton.jit
 def paged_attention_prefill(
-    out,  # [T, Hq, D] output dtype
+    out,  # [T, Hq, Dv] output dtype
     lse,  # [T, Hq] f32, or None
     query,  # [T, Hq, D] model dtype or fp8
     cache,  # the whole cache in its storage dtype

@@ -14,7 +14,7 @@ from .spec import SoftmaxState
 def initial_state(sinks, head, ok, skipped, S: tl.constexpr):
     """State of rows that have seen no key; where there are sinks and no tile was `skipped`, the sink's logit is in it."""
     BLOCK_M: tl.constexpr = S.block_m
-    HEAD_PAD: tl.constexpr = S.head_pad
+    VALUE_PAD: tl.constexpr = S.value_pad
     if sinks is not None:
         # The comparison is one of vectors: Triton's interpreter turns a mask `&` a scalar into integers.
         row_max = LOG2E * tl.load(sinks + head, mask=ok & (head * 0 + skipped == 0), other=float("-inf"))
@@ -22,7 +22,7 @@ def initial_state(sinks, head, ok, skipped, S: tl.constexpr):
     else:
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    return SoftmaxState(tl.zeros([BLOCK_M, HEAD_PAD], tl.float32), row_sum, row_max)
+    return SoftmaxState(tl.zeros([BLOCK_M, VALUE_PAD], tl.float32), row_sum, row_max)
 
 
 @triton.jit
@@ -95,10 +95,10 @@ def add_guarded_values(acc, p, v, s, rows, keys, ids, tile, key, visible, BLOCK_
     acc = tl.dot(cast(p, COMPUTE), v, acc, input_precision="ieee")
     if tl.max(tl.max(spoilt.to(tl.int32), 1), 0) > 0:
         WIDE_DTYPE: tl.constexpr = "float32" if COMPUTE == "float32" else "bfloat16"
-        if S.amd and S.bias_columns == 0 and S.head_pad <= 256:
+        if S.amd and S.bias_columns == 0 and S.value_pad <= 256:
             # Rare path: reloads the values and repeats the mask, since keeping them costs every tile registers. As in `reload_query`,
             # `tile >> 30` is always 0.
-            again = keys.value_base + (tile >> 30) * S.head_pad
+            again = keys.value_base + (tile >> 30) * S.value_pad
             stored = load_values(again, ids, tile, visible, True, BLOCK_N, S)
             bad = ~(tl.abs(decoded(stored, S).to(tl.float32)) < float("inf"))
             seen = sees(visible, key, rows, tile, S)

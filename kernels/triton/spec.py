@@ -39,6 +39,7 @@ class AttentionSpec:
       queries_per_kv_head: G, query heads that share a KV head.
       head_size: D.
       head_pad: D rounded up to a power of two, at least 16.
+      value_size, value_pad: the same of a value.
       scale: factor of the scores that is known at compile time.
       causal: a query sees no later key.
       context_only: only keys before this step's tokens are seen.
@@ -79,6 +80,8 @@ class AttentionSpec:
     queries_per_kv_head: int
     head_size: int
     head_pad: int
+    value_size: int
+    value_pad: int
     scale: float
     causal: bool
     context_only: bool = False
@@ -133,13 +136,16 @@ class AttentionSpec:
         return 2 * self.num_splits * self.head_blocks * self.split_tokens * self.block_heads
 
     @property
-    def kv_row(self) -> int:
-        """Elements from a token to the next in keys of shape [T, H, D]."""
-        return self.num_heads // self.queries_per_kv_head * self.head_size
+    def num_kv_heads(self) -> int:
+        return self.num_heads // self.queries_per_kv_head
 
     @property
     def pads_head(self) -> bool:
         return self.head_pad != self.head_size
+
+    @property
+    def pads_value(self) -> bool:
+        return self.value_pad != self.value_size
 
     @property
     def rows_see_same_keys(self) -> bool:
@@ -201,7 +207,7 @@ class PageCopySpec:
 class SoftmaxState(NamedTuple):
     """Online softmax of a block of rows: its results so far."""
 
-    acc: Any  # [block_m, head_pad] f32: sum of weights times values
+    acc: Any  # [block_m, value_pad] f32: sum of weights times values
     row_sum: Any  # [block_m] f32, [block_m, partial_sums] in the loop over full tiles: sum of weights
     row_max: Any  # [block_m] f32: base-2 score whose weight is 1
 

@@ -31,7 +31,7 @@ _MODEL = frozenset(("float32", "float16", "bfloat16"))
 _FP8 = frozenset(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
 _TABLE = _MODEL | {"float64"}
 """float64 tables and weights exist only under x64; the arithmetic is float32."""
-_CACHE = frozenset(("quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
+_CACHE = frozenset(("head_size_v", "quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
 _ROTARY = frozenset(("partial_rotary", "gptj_rotary"))
 _SCORES = frozenset(("score_scale", "sinks", "sliding_window", "traced_window", "key_range", "logits_soft_cap"))
 
@@ -61,7 +61,7 @@ _QK_NORM = Serves(
 SERVES: Mapping[str, Serves] = {
     "paged_attention": _PAGED_ATTENTION,
     "paged_attention_with_new_tokens": _PAGED_ATTENTION,
-    "encoder_attention": Serves(features=_SCORES | {"causal", "alibi_slopes", "return_lse"}, dtypes={"query": _MODEL}),
+    "encoder_attention": Serves(features=_SCORES | {"causal", "alibi_slopes", "return_lse", "head_size_v"}, dtypes={"query": _MODEL}),
     "update_cache": Serves(features=_CACHE, dtypes={"cache": _MODEL | _FP8, "key": _MODEL, "value": _MODEL}, layouts=LAYOUT_PROPERTIES),
     "rotary_embedding": Serves(features=_ROTARY, dtypes={"query": _MODEL, "key": _MODEL, "cos_sin_cache": _TABLE}),
     "rope_and_update_cache": Serves(features=_CACHE | _ROTARY, dtypes=_ROPE_UPDATE, layouts=LAYOUT_PROPERTIES),

@@ -48,11 +48,15 @@ class PagedSource:
     def num_kv_heads(self) -> int:
         return self.cache.local_spec.num_kv_heads
 
+    @property
+    def value_size(self) -> int:
+        return self.cache.spec.value_size
+
     def load(self, items: Items, index: Array, dtype: np.dtype):
         spec = self.cache.local_spec
         ids = lax.dynamic_slice_in_dim(self.table[items.sequence], index * self.blocks, self.blocks, axis=1)
         sides = take_blocks(self.cache, self.layer, jnp.clip(ids, 0, spec.num_blocks - 1))
-        shape = (ids.shape[0], spec.num_kv_heads, self.chunk, spec.head_size)
+        shape = (ids.shape[0], spec.num_kv_heads, self.chunk, -1)
         key, value = (jnp.transpose(side, (0, 3, 1, 2, 4)).reshape(shape).astype(dtype) for side in sides)
         return key, value
 
@@ -62,13 +66,17 @@ class DenseSource:
     """This step's tokens themselves, packed like the queries."""
 
     key: Float[Array, "T H D"]
-    value: Float[Array, "T H D"]
+    value: Float[Array, "T H Dv"]
     query_start_loc: Int[Array, " S+1"]
     chunk: int
 
     @property
     def num_kv_heads(self) -> int:
         return self.key.shape[1]
+
+    @property
+    def value_size(self) -> int:
+        return self.value.shape[2]
 
     def rows(self, items: Items, index: Array) -> Int[Array, "R C"]:
         position = index * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32)[None]
@@ -96,6 +104,10 @@ class OverlaidSource:
     @property
     def num_kv_heads(self) -> int:
         return self.paged.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        return self.paged.value_size
 
     def load(self, items: Items, index: Array, dtype: np.dtype):
         starts = self.dense.query_start_loc

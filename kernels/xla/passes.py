@@ -55,7 +55,7 @@ def _passes(max_query_len: int, num_tokens: int, tile: int) -> tuple[tuple[int, 
 def _attend_pass(problem: Problem, bounds: tuple[int, int, int], platform: str, done: tuple[Array, Array]):
     """`done`, out f32[T, Hq, D] and lse f32[T, Hq], with the rows of the sequences that this pass serves."""
     shortest, longest, tile = bounds
-    tokens, num_heads, head_size = problem.query.shape
+    tokens, num_heads, _ = problem.query.shape
     seqs = problem.lengths.shape[0]
     queries, together = _tiling(problem, tile, platform)
     starts = problem.query_start_loc
@@ -104,7 +104,8 @@ def _attend_pass(problem: Problem, bounds: tuple[int, int, int], platform: str, 
         return tuple(lax.dynamic_update_slice_in_dim(rows, part, group * together, axis=0) for rows, part in zip(state, parts, strict=True))
 
     shape = (groups * together, queries, num_heads)
-    state = vary_like((jnp.zeros((*shape, head_size), jnp.float32), jnp.full(shape, LOG_ZERO, jnp.float32)), problem.varying)
+    empty = jnp.zeros((*shape, problem.source.value_size), jnp.float32), jnp.full(shape, LOG_ZERO, jnp.float32)
+    state = vary_like(empty, problem.varying)
     outs, lses = lax.fori_loop(jnp.zeros_like(needed), needed, side_by_side, state)
 
     token = jnp.arange(tokens, dtype=jnp.int32)
@@ -119,8 +120,8 @@ def _attend_pass(problem: Problem, bounds: tuple[int, int, int], platform: str, 
 
 def attend(problem: Problem, platform: str) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hq"]]:
     """(out f32[T, Hq, D], lse f32[T, Hq]) of a ragged batch; padding tokens give 0 and -inf."""
-    tokens, num_heads, head_size = problem.query.shape
-    out = jnp.zeros((tokens, num_heads, head_size), jnp.float32)
+    tokens, num_heads, _ = problem.query.shape
+    out = jnp.zeros((tokens, num_heads, problem.source.value_size), jnp.float32)
     lse = jnp.full((tokens, num_heads), LOG_ZERO, jnp.float32)
     if tokens and problem.lengths.shape[0] and problem.max_query_len:
         tile = query_tile(num_heads // problem.source.num_kv_heads, platform)

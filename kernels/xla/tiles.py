@@ -49,7 +49,10 @@ class Source(Protocol):
     @property
     def num_kv_heads(self) -> int: ...
 
-    def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R H C D"], Float[Array, "R H C D"]]:
+    @property
+    def value_size(self) -> int: ...
+
+    def load(self, items: Items, index: Array, dtype: np.dtype) -> tuple[Float[Array, "R H C D"], Float[Array, "R H C Dv"]]:
         """Keys and values of positions `index * chunk` onwards; those that no query sees may hold anything."""
         ...
 
@@ -273,7 +276,7 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     else:
         row_max = jnp.broadcast_to(problem.sinks.reshape(1, heads, group, 1), shape)
         row_sum = jnp.where(row_max == LOG_ZERO, 0.0, 1.0)
-    state = vary_like((row_max, row_sum, jnp.zeros((*shape, head_size), jnp.float32)), problem.varying)
+    state = vary_like((row_max, row_sum, jnp.zeros((*shape, problem.source.value_size), jnp.float32)), problem.varying)
     if rows > SMALL_QUERIES and platform == "cpu":
         # Chunks that every query sees whole: there is nothing to mask. The others lie before and after them.
         first_full, end_full = _full_chunks(problem, items, spans, rows, live, chunk)
@@ -294,7 +297,7 @@ def attend_items(problem: Problem, items: Items, rows: int, platform: str):
     if problem.invalid is not None:
         invalid = problem.invalid[items.sequence][:, None, None, None]
         out, lse = jnp.where(invalid[..., None], jnp.nan, out), jnp.where(invalid, jnp.nan, lse)
-    out = jnp.moveaxis(out, 3, 1).reshape(count, rows, num_heads, head_size)
+    out = jnp.moveaxis(out, 3, 1).reshape(count, rows, num_heads, problem.source.value_size)
     return out, jnp.moveaxis(lse, 3, 1).reshape(count, rows, num_heads)
 
 

@@ -151,6 +151,7 @@ LENGTH_OF_ANOTHER = {"query", "key", "value", "out_a", "out_b", "qkv", "position
 RIGHT = {
     ("paged_attention", "query", "longer axis 0"),  # more rows than the metadata's tokens are padding
     ("cascade_attention", "query", "longer axis 0"),
+    ("encoder_attention", "value", "longer axis 2"),  # any head size of the values
     ("rotary_embedding", "query", "longer axis 1"),  # any number of heads
     ("rotary_embedding", "key", "longer axis 1"),
 }
@@ -315,6 +316,7 @@ HOST = {
         {"num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 32},
         {
             **dict.fromkeys(("num_blocks", "block_size", "num_kv_heads", "head_size", "num_layers"), NO_POSITIVE_INT),
+            "head_size_v": {what: value for what, value in NO_POSITIVE_INT.items() if value is not None},
             "dtype": {**NO_DTYPE, "None": None, "float64": np.float64},
             "content": {**NO_NAME, "None": None},
             "order": {**NO_NAME, "None": None, "lower case": "lbhnc"},
@@ -325,6 +327,7 @@ HOST = {
         {"num_heads": 4, "num_kv_heads": 2, "head_size": 32},
         {
             **dict.fromkeys(("num_heads", "num_kv_heads", "head_size"), NO_POSITIVE_INT),
+            "head_size_v": {what: value for what, value in NO_POSITIVE_INT.items() if value is not None},
             "scale": NO_FLOAT,
             "sliding_window": NO_WINDOW,
             "logits_soft_cap": NO_POSITIVE_FLOAT,

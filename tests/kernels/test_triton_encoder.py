@@ -117,6 +117,7 @@ def test_a_plan_keeps_the_limits_of_its_arch_for_every_head_size(arch):
                 num_heads=8,
                 num_kv_heads=2,
                 head_size=head_size,
+                value_size=head_size,
                 dtype=dtype,
                 max_query_len=64,
                 scale=0.1,
