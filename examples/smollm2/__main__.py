@@ -196,6 +196,11 @@ def run(engine: Engine, sequences: list[Sequence], printer: Printer, *, stats: b
     return steps
 
 
+def shared_tokens(engine: Engine) -> int:
+    """Tokens of all prompts so far that were found in shared blocks."""
+    return sum(scheduler.shared_tokens for scheduler in engine.schedulers)
+
+
 def chat(engine: Engine, tokenizer: ChatTokenizer, options: argparse.Namespace) -> None:
     """Replies to messages from the standard input until it ends, or a message is /exit."""
     conversation = Conversation(tokenizer, options.max_seq_len - options.max_tokens, options.system)
@@ -212,18 +217,18 @@ def chat(engine: Engine, tokenizer: ChatTokenizer, options: argparse.Namespace) 
             continue
         try:
             sequence = sequence_of(options, tokenizer, conversation.prompt(message), turn)
-            engine.scheduler.add(sequence)
+            engine.add(sequence)
         except ValueError as error:
             print(error)
             continue
-        found, dropped, start = engine.scheduler.shared_tokens, conversation.dropped, time.perf_counter()
+        found, dropped, start = shared_tokens(engine), conversation.dropped, time.perf_counter()
         printer = Printer([sequence], [message], tokenizer, whole=options.stats, repeat=not sys.stdin.isatty())
         steps = run(engine, [sequence], printer, stats=options.stats)
         seconds = time.perf_counter() - start
         conversation.add(message, sequence.reply)
         turn += 1
         print(
-            f"[{len(sequence.prompt)} prompt tokens, {engine.scheduler.shared_tokens - found} found in the cache, "
+            f"[{len(sequence.prompt)} prompt tokens, {shared_tokens(engine) - found} found in the cache, "
             f"{len(sequence.reply)} generated, {steps} steps, {len(sequence.reply) / seconds:.1f} tokens/s]"
         )
         if dropped:

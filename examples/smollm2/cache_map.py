@@ -13,27 +13,29 @@ PRINT_EVERY = 16
 
 
 def cache_lines(engine: Engine, sequences: list[Sequence]) -> list[str]:
-    """The pool as rows of one character a block, and a line of totals.
+    """The pool as rows of one character a block, and a line of totals; with a `data` axis, those of each of its devices.
 
     A letter is the sequence that owns the block, `#` a block of several, `+` a free block whose contents can still be found, `.` a free
     block without.
 
     Args:
-      engine: its pool and scheduler are read.
+      engine: its schedulers and their pools are read.
       sequences: all sequences, in the order of their letters.
     """
-    pool = engine.pool
-    marks = ["+" if pool.holds_content(block) else "." for block in range(pool.num_blocks)]
-    for letter, sequence in zip(LETTERS * (1 + len(sequences) // len(LETTERS)), sequences, strict=False):
-        for block in sequence.blocks:
-            marks[block] = "#" if pool.references[block] > 1 else letter
-    rows = ["".join(marks[start : start + WIDTH]) for start in range(0, len(marks), WIDTH)]
-    scheduler = engine.scheduler
-    return [
-        *rows,
-        f"{pool.num_used} of {pool.num_blocks} blocks used, {len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait, "
-        f"{scheduler.shared_tokens} tokens found in shared blocks, {scheduler.preemptions} preempted",
-    ]
+    lines = []
+    for scheduler in engine.schedulers:
+        pool = scheduler.pool
+        marks = ["+" if pool.holds_content(block) else "." for block in range(pool.num_blocks)]
+        for index, sequence in enumerate(sequences):
+            if sequence in scheduler.running:
+                for block in sequence.blocks:
+                    marks[block] = "#" if pool.references[block] > 1 else LETTERS[index % len(LETTERS)]
+        lines += ["".join(marks[start : start + WIDTH]) for start in range(0, len(marks), WIDTH)]
+        lines.append(
+            f"{pool.num_used} of {pool.num_blocks} blocks used, {len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait, "
+            f"{scheduler.shared_tokens} tokens found in shared blocks, {scheduler.preemptions} preempted"
+        )
+    return lines
 
 
 class CacheMap:

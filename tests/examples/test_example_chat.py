@@ -96,20 +96,27 @@ def planned():
     for sequence in sequences:
         scheduler.add(sequence)
     scheduler.advance(scheduler.plan(), [7, 8])
-    return SimpleNamespace(pool=pool, scheduler=scheduler), sequences
+    return SimpleNamespace(schedulers=[scheduler]), sequences
 
 
 def test_the_picture_shows_owned_shared_kept_and_free_blocks():
     engine, sequences = planned()
     assert cache_lines(engine, sequences)[0] == "#ab..."
-    engine.scheduler.pool.release(sequences[1].blocks)
+    pool = engine.schedulers[0].pool
+    pool.release(sequences[1].blocks)
     sequences[1].blocks = []
     assert cache_lines(engine, sequences)[0] == "aa...."
-    engine.scheduler.pool.release(sequences[0].blocks)
+    pool.release(sequences[0].blocks)
     sequences[0].blocks = []
     picture, totals = cache_lines(engine, sequences)
     assert picture == "+....."
     assert totals.startswith("0 of 6 blocks used, 2 sequences run, 0 wait, 4 tokens found in shared blocks")
+
+
+def test_every_device_of_a_data_axis_has_its_own_picture():
+    (engine, sequences), (other, more) = planned(), planned()
+    both = SimpleNamespace(schedulers=[*engine.schedulers, *other.schedulers])
+    assert cache_lines(both, [*sequences, *more])[::2] == ["#ab...", "#cd..."]
 
 
 class Terminal(io.StringIO):
