@@ -10,6 +10,7 @@ from typing import assert_type
 import jax
 
 import purepage as pp
+from purepage import testing
 
 
 def results(query: jax.Array, cache: pp.KVCache, metadata: pp.AttentionMetadata, flag: bool) -> None:
@@ -21,6 +22,14 @@ def results(query: jax.Array, cache: pp.KVCache, metadata: pp.AttentionMetadata,
     assert_type(pp.cascade_attention(query, cache, metadata, common_prefix_len=16, return_lse=True), tuple[jax.Array, jax.Array])
     assert_type(pp.merge_attention_states(query, query, query, query), tuple[jax.Array, jax.Array])
     assert_type(pp.update_cache(cache, query, query, metadata.slot_mapping), pp.KVCache)
+
+
+def test_kit(batch: testing.Batch) -> None:
+    assert_type(testing.random_batch(0, query_lens=[1], content="flash", dtype="bfloat16"), testing.Batch)
+    assert_type(testing.check_attention(lambda batch: batch.query), testing.Report)
+    testing.random_batch(0, kind="decoding")  # type: ignore
+    testing.random_batch(0, num_head=4)  # type: ignore
+    testing.random_batch(0, unused="inf")  # type: ignore
 
 
 def refused(query: jax.Array, cache: pp.KVCache, metadata: pp.AttentionMetadata) -> None:
