@@ -417,3 +417,12 @@ def test_two_codes_off_fail(dtype):
     steps = 2 if dtype != np.float32 else 128  # float32 sums cost more than the last rounding
     with pytest.raises(AssertionError):
         assert_close((one + steps * eps).astype(dtype), one, dtype=dtype, compute_dtype=np.float32)
+
+
+def test_float32_terms_below_the_smallest_normal_number_may_be_flushed_but_no_other():
+    expected = np.full((1, 4), 1.2e-36)
+    assert_close((expected - 1.1e-38).astype(np.float32), expected, dtype=np.float32)
+    with pytest.raises(AssertionError, match="are off"):
+        assert_close((expected - 1e-37).astype(np.float32), expected, dtype=np.float32)
+    with pytest.raises(AssertionError, match="are off"):
+        assert_close(np.full((1, 4), 1e-38, np.float32), np.zeros((1, 4)), dtype=np.float32)
