@@ -4,7 +4,7 @@ The function is traced under an assumed target and an interceptor, both of which
 function is traced anew for each explanation, whether it ran before or not, and runs afterwards as if it had not been explained.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -41,6 +41,7 @@ class Choice:
       unsupported_reasons: for each implementation why it can't serve the call or is not chosen; empty where it can.
       program: launches of the `triton` implementation where that is chosen, else None.
       bridge: how they reach XLA.
+      kernels: (name, grid) of each kernel of the `pallas` implementation where that is chosen.
     """
 
     operation: str
@@ -48,6 +49,7 @@ class Choice:
     unsupported_reasons: Mapping[str, tuple[str, ...]]
     program: Program | None
     bridge: str
+    kernels: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: {self.implementation or 'no implementation can serve it'}"]
@@ -55,6 +57,7 @@ class Choice:
             lines += [f"  {line}" for line in _program_lines(self.program, self.bridge)]
         elif self.implementation is not None:
             lines.append(f"  {WHAT_RUNS[self.implementation]}")
+            lines += [f"  {number}. {name}: grid {'x'.join(map(str, grid))}" for number, (name, grid) in enumerate(self.kernels, 1)]
         for name, reasons in self.unsupported_reasons.items():
             if name != self.implementation:
                 lines.append(f"  not {name}: {'; '.join(reasons) if reasons else f'can serve it, {self.implementation} comes first'}")
@@ -189,4 +192,16 @@ def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Cho
     chosen = next((name for name in candidates if not reasons[name]), None)
     served = plans[chosen] if chosen is not None else None
     program = served.program if isinstance(served, dispatch.Plan) else None
-    return Choice(operation, chosen, reasons, program, target.settings.bridge)
+    kernels = tuple(_pallas_kernels(jax.make_jaxpr(served.run)(call))) if chosen == "pallas" and isinstance(served, dispatch.Plan) else ()
+    return Choice(operation, chosen, reasons, program, target.settings.bridge, kernels)
+
+
+def _pallas_kernels(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, grid) of each `pallas_call` of a program, in its order."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params["name"], tuple(equation.params["grid_mapping"].grid)
+            continue
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                yield from _pallas_kernels(value)
