@@ -13,7 +13,7 @@ PRINT_EVERY = 16
 
 
 def cache_lines(engine: Engine, sequences: list[Sequence]) -> list[str]:
-    """The pool as rows of one character a block, and a line of totals; with a `data` axis, those of each of its devices.
+    """The pool as rows of one character a block, and totals, each line below 80 characters; of each device of a `data` axis.
 
     A letter is the sequence that owns the block, `#` a block of several, `+` a free block whose contents can still be found, `.` a free
     block without.
@@ -31,10 +31,10 @@ def cache_lines(engine: Engine, sequences: list[Sequence]) -> list[str]:
                 for block in sequence.blocks:
                     marks[block] = "#" if pool.references[block] > 1 else LETTERS[index % len(LETTERS)]
         lines += ["".join(marks[start : start + WIDTH]) for start in range(0, len(marks), WIDTH)]
-        lines.append(
-            f"{pool.num_used} of {pool.num_blocks} blocks used, {len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait, "
-            f"{scheduler.shared_tokens} tokens found in shared blocks, {scheduler.preemptions} preempted"
-        )
+        lines += [
+            f"{pool.num_used} of {pool.num_blocks} blocks used, {len(scheduler.running)} sequences run, {len(scheduler.waiting)} wait",
+            f"{scheduler.shared_tokens} tokens found in shared blocks, {scheduler.preemptions} preempted",
+        ]
     return lines
 
 
