@@ -214,7 +214,7 @@ def page() -> str:
         "runs in the tests, at a reduced length and with random numbers, through `xla`, Triton's interpreter and the backends that",
         "serve it, against the float64 oracle. Heads are query and KV heads; a size with a slash is that of keys and values. Where kinds",
         "differ, `sliding_window` may be data, so that one `lax.scan` runs over all layers; chunks, prefixes and images are",
-        "[key ranges](api/attention.md#key-ranges).",
+        "[key ranges](api/key-ranges.md).",
         "",
         "| model | layers | heads | size | kinds of layers | scores | positions | norm | functions | ROCM_ATTN | ROCM_AITER_UNIFIED_ATTN |",
         "|---" * 11 + "|",
