@@ -19,8 +19,11 @@ PROGRAM = re.compile(r"^```python[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SLOW = {
     "api/attention",
     "api/batches",
+    "api/caches",
     "api/key-ranges",
     "api/sharding",
+    "api/viz",
+    "api/writers",
     "coming-from-others",
     "integrate/equinox",
     "integrate/flax",
