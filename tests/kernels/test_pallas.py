@@ -1,8 +1,11 @@
 """The Pallas kernels in Pallas' interpreter against the oracle, and their lowering for GPUs on a machine that has none."""
 
 import itertools
+import json
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from pairwise import case_id, pairwise
 from pool import bits, expected_pool, random_cache
-from processes import run_python
+from processes import run, run_python
 
 import purepage as pp
 from purepage.functional.attention import paged_attention_call
@@ -23,6 +26,7 @@ from purepage.testing import assert_close, random_batch, reference_rope
 F32, F16, BF16 = np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)
 FP8 = tuple(np.dtype(getattr(ml_dtypes, f"float8_{kind}")) for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz"))
 LAYOUTS = tuple(itertools.product(("packed", "flash"), ("LBHNC", "LHBNC")))
+JAX = tuple(map(int, re.findall(r"\d+", jax.__version__)[:2]))
 GPUS = [Target("cuda", "sm_90", 132, 32), Target("rocm", "gfx942", 304, 64)]
 
 ATTENTION = {
@@ -226,7 +230,7 @@ def call_of(operation, content="packed", cache_dtype=BF16):
 @pytest.mark.parametrize("operation", ["prefill", "decode", "update_cache", "rope_and_update_cache"])
 def test_every_kernel_lowers_for_a_gpu_or_says_which_dtype_stops_it(operation, target, cache_dtype):
     """Lowered, not compiled and not run: jax 0.10 does so for a GPU that is not there."""
-    if tuple(map(int, re.findall(r"\d+", jax.__version__)[:2])) >= (0, 11):
+    if JAX >= (0, 11):
         pytest.skip("since jax 0.11 Pallas' Triton backend asks the device itself")
     call = call_of(operation, cache_dtype=cache_dtype)
     name = operation if operation.endswith("cache") else "paged_attention"
@@ -237,6 +241,22 @@ def test_every_kernel_lowers_for_a_gpu_or_says_which_dtype_stops_it(operation, t
     text = jax.jit(planned.run).trace(call).lower(lowering_platforms=(target.platform,)).as_text()
     names = {"prefill": ["paged_attention"], "decode": ["paged_attention", "paged_attention_reduce"]}.get(operation, [operation])
     assert all(f'"{kernel}"' in text or f"{kernel}" in text for kernel in names) and "__gpu$xla.gpu.triton" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "gfx90a"])
+def test_every_kernel_compiles_for_amd_within_the_registers(arch):
+    """Compiled by Triton's AMD backend from what jax lowers for ROCm; not run."""
+    pytest.importorskip("triton")
+    if JAX >= (0, 11):
+        pytest.skip("since jax 0.11 Pallas' Triton backend asks the device itself")
+    command = [sys.executable, str(Path(__file__).with_name("pallas_amd.py")), arch]
+    done = run(command, environment={"TRITON_INTERPRET": None, "JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row[1] for row in rows] == ["paged_attention"] * 2 + ["paged_attention_reduce", "update_cache", "rope_and_update_cache"]
+    for operation, name, vgprs, spilled, lds in rows:
+        assert vgprs <= 512 and spilled == 0 and lds <= 65536, (operation, name, vgprs, spilled, lds)
 
 
 def test_it_is_taken_by_name_alone_and_refuses_by_name_what_it_does_not_serve():
