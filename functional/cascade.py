@@ -23,6 +23,7 @@ from .errors import UnsupportedError, bad_type, bad_value
 from .fp8 import quantize
 from .literals import CascadeOptions, Implementation
 from .metadata import AttentionMetadata, check_metadata
+from .partition import together
 
 
 def merge_attention_states(
@@ -169,21 +170,22 @@ def cascade_attention(
     ranges = check_key_range(key_range, query.shape[0])
     metadata = check_step(metadata, spec, query.shape[0], None, ranges)
     behind = None if ranges is None else tuple(_minus(bound, common_prefix_len) for bound in ranges)
-    live, shares = _sharing(metadata, prefix, spec.block_size)
+    batch = together(metadata)  # small, and asked for across sequences
+    live, shares = _sharing(batch, prefix, spec.block_size)
     _check_sharing(live, shares, common_prefix_len)
     parts = {"output_dtype": jnp.float32, "return_lse": True, **shared}  # float32 until the one rounding at the end
     whole, rest = (
-        _prefix_metadata(metadata, live, prefix, spec.block_size, query.shape[0]),
+        _prefix_metadata(batch, live, prefix, spec.block_size, query.shape[0]),
         _suffix_metadata(metadata, prefix, spec.block_size),
     )
     with without_checks():  # the slots are those of the whole step
         prefix_out, prefix_lse = paged_attention(query, cache, whole, key_range=ranges, **parts)
         suffix_out, suffix_lse = paged_attention(query, cache, rest, sinks=sinks, qq_bias=qq_bias, key_range=behind, **parts)
-    sequence = sequence_of_tokens(metadata, query.shape[0])
+    sequence = sequence_of_tokens(batch, query.shape[0])
     sees_prefix, broken = live[sequence], (live & ~shares)[sequence]
     prefix_lse = jnp.where(sees_prefix[:, None], prefix_lse, -jnp.inf)
     out, lse = merge_attention_states(prefix_out, prefix_lse, suffix_out, suffix_lse, implementation=implementation)
-    broken &= jnp.arange(query.shape[0], dtype=jnp.int32) < metadata.query_start_loc[-1]
+    broken &= jnp.arange(query.shape[0], dtype=jnp.int32) < batch.query_start_loc[-1]
     out, lse = jnp.where(broken[:, None, None], jnp.nan, out), jnp.where(broken[:, None], jnp.nan, lse)
     out = out.astype(dtype) if divisor is None else quantize(out, divisor, dtype)
     return (out, lse) if return_lse else out

@@ -10,6 +10,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collectiv
 _LINE = re.compile(rf"= (?P<type>\(?[a-z].*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 _LISTED, _IOTA = re.compile(r"replica_groups=\{\{([\d,]*)\}"), re.compile(r"replica_groups=\[\d+,(\d+)\]")
+_MESH = re.compile(r"replica_groups=mesh\[(?P<sizes>[^\]]*)\][^{]*\{(?P<axes>[^}]*)\}")
 _NAMES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "f8e5m2": "float8_e5m2"}
 _NAMES |= {f"{sign}{bits}": f"{name}{bits}" for sign, name in (("s", "int"), ("u", "uint")) for bits in (4, 8, 16, 32, 64)}
 
@@ -70,12 +71,23 @@ def collectives(text: str) -> list[Collective]:
         if match["start"] and match["kind"] in ("all-gather", "collective-permute"):  # operands stand beside the results
             arrays = [each for each in arrays if each != ("u32", "")]
             arrays = arrays[len(arrays) // 2 :]
-        listed, iota = _LISTED.search(line), _IOTA.search(line)
-        devices = len(listed[1].split(",")) if listed else int(iota[1]) if iota else 0
-        found.append(
-            Collective(match["kind"], tuple(f"{name}[{dims}]" for name, dims in arrays), sum(map(_nbytes, arrays)), devices, not entry)
-        )
+        names = tuple(f"{name}[{dims}]" for name, dims in arrays)
+        found.append(Collective(match["kind"], names, sum(map(_nbytes, arrays)), _devices(line), not entry))
     return found
+
+
+def _devices(line: str) -> int:
+    """Devices of a group, in any of the ways in which HLO writes groups."""
+    listed, iota, mesh = _LISTED.search(line), _IOTA.search(line), _MESH.search(line)
+    if listed:
+        return len(listed[1].split(","))
+    if iota:
+        return int(iota[1])
+    if mesh is None:
+        return 0
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["sizes"])}
+    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh["axes"])  # a part of an axis has a size of its own
+    return math.prod(int(part) if part else sizes[name] for name, part in axes)
 
 
 def _nbytes(array: tuple[str, str]) -> int:

@@ -63,6 +63,20 @@ def divided(operation: str, call: Any, operands: tuple[Any, ...]) -> Callable[..
     return run
 
 
+def together(tree: Any) -> Any:
+    """`tree` with arrays over Explicit axes whole on every device; what XLA shards by itself stays."""
+
+    def whole(leaf: Any) -> Any:
+        sharding = jax.typeof(leaf).sharding
+        if not sharding.mesh.explicit_axes or sharding.is_fully_replicated:
+            return leaf
+        if isinstance(leaf, Tracer):
+            return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(whole, tree)
+
+
 def _concrete_mesh(leaves: list[Any]) -> Mesh | None:
     """The mesh over which some array is divided; None where each is whole on every device that has it."""
     for leaf in leaves:

@@ -252,7 +252,8 @@ def _rotary(call: RotaryCall, at: Any, sizes: Sizes) -> Division:
 
 
 def _merge(call: MergeCall, at: Any, sizes: Sizes) -> Division:
-    tokens, heads, _ = at.out_a
+    tokens, heads = (one or other for one, other in zip(at.out_a[:2], at.out_b[:2], strict=True))
+    heads = tuple(name for name in heads if name not in tokens)
     return Division({"T": tokens, "Hq": heads}, lambda serve_call, part: tuple(serve_call(part)))
 
 

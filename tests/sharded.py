@@ -168,3 +168,86 @@ def check(found, expected, dtype):
         assert np.mean(data != wanted) < 1e-3
     np.testing.assert_allclose(np.asarray(out), wanted_out, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(np.asarray(lse), wanted_lse, rtol=2e-5, atol=2e-5)
+
+
+def check_call(call, given, s, arguments, placed_arguments):
+    """A jitted call over a mesh gives what one device gives, and moves nothing as large as a device's part of the cache."""
+    expected = jax.device_get(jax.jit(call)(*arguments))
+    compiled = jax.jit(call).lower(*placed_arguments).compile()
+    part = given.spec.nbytes // s.mesh.size
+    moved = collectives(compiled.as_text())
+    assert all(each.largest_operand < part and each.nbytes < part for each in moved), moved
+    for found, wanted in zip(jax.tree.leaves(compiled(*placed_arguments)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(found), wanted, rtol=2e-5, atol=2e-5)
+
+
+def check_other_operations(mesh: str, kind: str):
+    """Cascade and encoder attention, rotary embedding, merging, and moves of blocks."""
+    s = shardings(mesh, kind)
+    given = batch(s.size("data"), "mixed", "float32")
+    cache, metadata, arrays = placed(given, s)
+    xla = {"implementation": "xla"}
+    lens = np.asarray(given.metadata.seq_lens)
+    table = np.asarray(given.metadata.block_table)[:, :2]
+    shared = replace(  # every sequence leads with two blocks of the first device
+        given.metadata,
+        seq_lens=np.where(lens > 0, 32 + np.minimum(lens, 30), 0).astype(np.int32),
+        block_table=np.concatenate([np.tile(np.array([[3, 1]], np.int32), (len(table), 1)), table], axis=1),
+    )
+    shared_there = jax.device_put(shared, s.metadata(shared))
+    host = given.cache, shared, given.arrays
+    there = cache, shared_there, arrays
+    check_call(lambda c, m, a: pp.cascade_attention(a["query"], c, m, common_prefix_len=32, **xla), given, s, host, there)
+    host, there = (given.metadata, given.arrays), (metadata, arrays)
+    check_call(lambda m, a: pp.encoder_attention(a["query"], a["key"], a["value"], m, sinks=a["sinks"], **xla), given, s, host, there)
+    check_call(lambda _, a: pp.rotary_embedding(a["positions"], a["query"], a["key"], a["table"], **xla), given, s, host, there)
+    half = lambda a: (a["query"], a["query"][..., 0], 2 * a["query"], a["query"][..., 1])  # noqa: E731
+    check_call(lambda _, a: pp.merge_attention_states(*half(a), **xla), given, s, host, there)
+    moves = lambda c: pp.copy_blocks(pp.scatter_blocks(c, [3, 60], pp.gather_blocks(c, [1, 50])), [0, 2], [7, 5]).data  # noqa: E731
+    if kind == "Auto" or ("data" not in mesh and "context" not in mesh):  # of Explicit axes, XLA asks for the result's sharding
+        check_call(moves, given, s, (given.cache,), (cache,))
+
+
+def check_lost_and_refused(kind: str):
+    """Over `context`: a block that no device has, and what can't be divided."""
+    s = shardings("context x model", kind)
+    given = batch(1, "mixed", "float32")
+    cache, metadata, arrays = placed(given, s)
+    table = np.array(given.metadata.block_table)
+    table[0, 1] = BLOCKS + 3
+    lost = jax.device_put(replace(given.metadata, block_table=table), s.metadata(given.metadata))
+    attend = jax.jit(lambda c, m, a, **more: pp.paged_attention(a["query"], c, m, implementation="xla", **more))
+    rows = np.isnan(np.asarray(attend(cache, lost, arrays))).any(axis=(1, 2))
+    assert rows.tolist() == [True] + [False] * (len(rows) - 1), rows
+
+    def refused(call, *parts):
+        try:
+            call()
+        except Exception as error:  # over Auto axes XLA's error has the message
+            assert all(part in str(error) for part in parts), error
+        else:
+            raise AssertionError(parts)
+
+    refused(lambda: attend(cache, metadata, arrays, alibi_slopes=arrays["sinks"]), "alibi_slopes needs the distance", "context")
+    bias = jnp.zeros((4, 4))
+    refused(lambda: attend(cache, metadata, arrays, qq_bias=bias), "qq_bias needs the distance")
+    crossed = replace(cache, data=jax.device_put(np.asarray(cache.data), s.named(None, None, None, None, "model")))
+    refused(
+        lambda: attend(crossed, metadata, arrays),
+        "cache.data is divided along 2D over the mesh axes model",
+        "wrap the call in jax.shard_map",
+    )
+
+
+def check_shardings_of_jit_alone():
+    """Arguments on one device and `in_shardings`: nothing is gathered either."""
+    s = shardings("data x model", "Auto")
+    given = batch(2, "decode", "float32")
+    of = jax.tree.map(lambda leaf: leaf.sharding, placed(given, s))
+    run = partial(step, implementation="xla")
+    compiled = jax.jit(run, in_shardings=of).lower(given.cache, given.metadata, given.arrays).compile()
+    assert not collectives(compiled.as_text())
+    both = jax.jit(jax.vmap(run))(
+        *jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * 2), (given.cache, given.metadata, given.arrays))
+    )
+    check(jax.tree.map(lambda leaf: leaf[1], both), _one_device(2, "decode", "float32", "xla", "rope", ()), "float32")

@@ -1,4 +1,4 @@
-"""One of two processes that serve one batch: `python two_processes.py PORT NUMBER [steps]`, two devices each.
+"""One of two processes that serve one batch: `python two_processes.py PORT NUMBER [steps]`, two fake devices each, or one GPU.
 
 Process 1 kills itself in the second step where STEPS is above 1. Prints "step N right" for each step that gave what one device gives.
 """
@@ -10,8 +10,14 @@ import sys
 import jax
 
 PORT, NUMBER, STEPS = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+ON_GPUS = os.environ.get("JAX_PLATFORMS") != "cpu"
 jax.distributed.initialize(
-    f"127.0.0.1:{PORT}", num_processes=2, process_id=NUMBER, heartbeat_timeout_seconds=10, initialization_timeout=120
+    f"127.0.0.1:{PORT}",
+    num_processes=2,
+    process_id=NUMBER,
+    local_device_ids=[NUMBER] if ON_GPUS else None,
+    heartbeat_timeout_seconds=10,
+    initialization_timeout=120,
 )
 
 import jax.numpy as jnp  # noqa: E402
@@ -20,8 +26,8 @@ from jax.experimental import multihost_utils  # noqa: E402
 
 import purepage as pp  # noqa: E402
 
-assert jax.process_count() == 2 and jax.device_count() == 4 and jax.local_device_count() == 2
-mesh = jax.make_mesh((2, 2), ("context", "model"))
+assert jax.process_count() == 2 and jax.device_count() == 2 * jax.local_device_count()
+mesh = jax.make_mesh((2, jax.local_device_count()), ("context", "model"))
 assert len({device.process_index for device in mesh.devices[:, 0]}) == 2, "the axis context crosses the processes"
 s = pp.sharding.Shardings(mesh)
 spec = pp.CacheSpec(num_blocks=8, block_size=16, num_kv_heads=2, head_size=32, dtype=jnp.float32)

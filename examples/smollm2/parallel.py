@@ -66,8 +66,14 @@ def divide(config: ModelConfig, weights: Weights, s: pp.sharding.Shardings) -> t
         value=joined(s.repeat_kv_heads(split(layers.value, kv_heads), axis=2)),
         attention_out=out.reshape(out.shape[0], -1, out.shape[-1]),
     )
-    divided = replace(config, num_heads=s.num_heads(heads, kv_heads), num_kv_heads=s.num_kv_heads(kv_heads))
-    return divided, jax.device_put(replace(weights, layers=layers), weight_shardings(replace(weights, layers=layers), s))
+    weights = replace(weights, layers=layers)
+    return divide_config(config, s), jax.device_put(weights, weight_shardings(weights, s))
+
+
+def divide_config(config: ModelConfig, s: pp.sharding.Shardings) -> ModelConfig:
+    """The config with the heads that the mesh needs."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    return replace(config, num_heads=s.num_heads(heads, kv_heads), num_kv_heads=s.num_kv_heads(kv_heads))
 
 
 def weight_shardings(weights: Weights, s: pp.sharding.Shardings) -> Weights:

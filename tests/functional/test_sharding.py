@@ -174,6 +174,7 @@ ENTRY %main (a: bf16[2]) -> bf16[8] {
   %d = u8[8,4]{1,0} all-gather-done(%s)
   %t = f32[2]{0} reduce-scatter(%c), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
   %p = (f32[3]{0}, f32[3]{0}, u32[], u32[]) collective-permute-start(%c), source_target_pairs={{0,1},{1,0}}
+  %m = f32[16]{0} all-reduce(%c), replica_groups=mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}, to_apply=%add
   %n = f32[] add(%x, %y), metadata={op_name="all-reduce"}
 }
 """
@@ -187,9 +188,10 @@ def test_the_collectives_of_a_program_are_read_with_their_sizes():
         Collective("all-gather", ("u8[8,4]",), 32, 4, False),
         Collective("reduce-scatter", ("f32[2]",), 8, 8, False),
         Collective("collective-permute", ("f32[3]",), 12, 0, False),
+        Collective("all-reduce", ("f32[16]",), 64, 4, False),
     ]
-    assert [each.sent for each in found] == [192, 192, 24, 56, 12]
-    assert [each.largest_operand for each in found] == [128, 64, 8, 64, 12]
+    assert [each.sent for each in found] == [192, 192, 24, 56, 12, 96]
+    assert [each.largest_operand for each in found] == [128, 64, 8, 64, 12, 64]
 
 
 # Eight devices.
@@ -198,10 +200,9 @@ def test_the_collectives_of_a_program_are_read_with_their_sizes():
 def test_a_step_over_every_mesh_is_that_of_one_device_and_moves_no_cache():
     run_cases(
         """
-        check_step("data x context x model", "Auto", "xla", eager=True, dtype="float8_e4m3fn")
+        check_step("data x context x model", "Auto", "xla", dtype="float8_e4m3fn")
         check_step("data x context x model", "Explicit", "xla", write="qk_norm", mode="mixed", options=(("sliding_window", 20),))
         check_step("data x model", "Auto", "xla", mode="mixed", write="update", dtype="bfloat16")
-        check_step("data x model", "Explicit", "xla", mode="mixed")
         """
     )
 
@@ -215,6 +216,26 @@ def test_kernels_under_plain_jit_are_divided(implementation):
         """,
         triton=True,
     )
+
+
+def test_a_block_that_no_device_has_and_what_can_not_be_divided():
+    run_cases("check_lost_and_refused('Auto')")
+
+
+@pytest.mark.slow
+def test_a_block_that_no_device_has_and_what_can_not_be_divided_over_explicit_axes():
+    run_cases("check_lost_and_refused('Explicit')")
+
+
+@pytest.mark.slow
+def test_arguments_on_one_device_with_in_shardings_and_vmap_on_many():
+    run_cases("check_shardings_of_jit_alone()")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_the_other_operations_over_every_mesh(kind):
+    run_cases(f"for mesh in MESHES: check_other_operations(mesh, '{kind}')")
 
 
 @pytest.mark.slow
