@@ -210,3 +210,22 @@ def test_both_backends_take_a_traced_window():
 
         query, cache, metadata = arguments(batch, content=content, order=backend.CAPABILITIES.layouts[0])
         assert_close(step(query, cache, metadata, jnp.int32(7)), batch.reference(sliding_window=7)[0], dtype=F32)
+
+
+def test_masks_as_data_are_mapped_and_exported_under_strict_promotion():
+    windows = (5, 20, 0)
+
+    @jax.jit
+    def attend(query, cache, metadata, windows, key_range):
+        def of(window):
+            return pp.paged_attention(query, cache, metadata, sliding_window=window, key_range=key_range, implementation="xla")
+
+        return jax.vmap(of)(windows)
+
+    batch = random_batch(11, dtype=F32, key_range=True)
+    arrays = (*arguments(batch), jnp.array(windows, jnp.int32), tuple(jnp.asarray(bound, jnp.int32) for bound in batch.key_range))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        exported = jax.export.export(attend)(*arrays)
+    for outs in (attend(*arrays), jax.export.deserialize(exported.serialize()).call(*arrays)):
+        for out, window in zip(outs, windows, strict=True):
+            assert_close(out, batch.reference(sliding_window=window, key_range=batch.key_range)[0], dtype=F32)
