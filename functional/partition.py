@@ -210,6 +210,7 @@ def _under_custom_partitioning(parts: _Parts, leaves: list[Any]) -> Any:
 _partitioned_p = Primitive("purepage_partitioned")
 """A call that XLA divides. Its parameter `whole`, a jaxpr with a `custom_partitioning` in it, tells JAX that the lowering needs devices."""
 _partitioned_p.multiple_results = True
+_partitioned_p.is_high = lambda *avals, **params: False  # since jax 0.12 `whole` would decide, which is never lowered
 _partitioned_p.def_abstract_eval(lambda *avals, whole, parts: whole.out_avals)
 _partitioned_p.def_impl(lambda *leaves, whole, parts: parts.whole(*leaves))
 
