@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from .errors import bad_type
+
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(rf"= (?P<type>\(?[a-z].*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"([a-z]+\d+\w*|pred)\[([\d,]*)\]")
@@ -59,7 +61,12 @@ def collectives(text: str) -> list[Collective]:
 
     Returns:
       A `Collective` for each; one in a loop counts once, and one that starts and ends apart is one.
+
+    Raises:
+      TypeError: `text` is no string.
     """
+    if not isinstance(text, str):
+        bad_type("text", text, "the text of a compiled program, compiled.as_text()")
     found, entry = [], False
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):

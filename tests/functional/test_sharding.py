@@ -180,6 +180,11 @@ ENTRY %main (a: bf16[2]) -> bf16[8] {
 """
 
 
+def test_collectives_of_anything_but_text_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"text is .*: it must be the text of a compiled program"):
+        collectives(jax.jit(lambda x: x).lower(1.0).compile())
+
+
 def test_the_collectives_of_a_program_are_read_with_their_sizes():
     found = collectives(HLO)
     assert found == [
