@@ -44,11 +44,10 @@ scatters short waves more than long ones, as Rayleigh found."""
 config, weights = load()
 ids = read_tokenizer(GGUFReader(find_gguf())).encode(TEXT)
 engine = Engine(config, weights, max_seqs=1, max_tokens=128, max_seq_len=144)
-sequence = Sequence(tuple(ids), max_tokens=1)
-engine.scheduler.add(sequence)
-chunks = engine.scheduler.plan()
-blocks, count = np.array(sequence.blocks), len(ids)
-engine._run(chunks, decoding=False)
+sequence, count = Sequence(tuple(ids), max_tokens=2), len(ids)
+next(engine.generate([sequence]))  # the first step computes the whole text
+assert sequence.computed == count
+blocks = np.array(sequence.blocks)
 print(f"{count} tokens, {config.num_layers} layers, {config.num_kv_heads} KV heads of {config.head_size}")
 
 # %% [markdown]
