@@ -18,9 +18,9 @@ from processes import ROOT, run, run_python
 import purepage
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-LINKED = ("bridges", "functional", "kernels", "viz")
+LINKED = ("bridges", "functional", "kernels")
 """Packages at the top of the checkout, which `src/purepage` links to."""
-OWN = ("testing",)
+OWN = ("testing", "viz")
 """Packages of `src/purepage` itself."""
 
 
