@@ -42,6 +42,7 @@ class Choice:
       program: launches of the `triton` implementation where that is chosen, else None.
       bridge: how they reach XLA.
       kernels: (name, grid) of each kernel of the `pallas` implementation where that is chosen.
+      by_name: whether the implementation was asked for by name.
     """
 
     operation: str
@@ -50,6 +51,11 @@ class Choice:
     program: Program | None
     bridge: str
     kernels: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    by_name: bool = False
+
+    def _able(self) -> str:
+        """What is said of an implementation that could serve the call and is not the one."""
+        return f"can serve it, {self.implementation} {'is asked for by name' if self.by_name else 'comes first'}"
 
     def __str__(self) -> str:
         lines = [f"{self.operation}: {self.implementation or 'no implementation can serve it'}"]
@@ -60,7 +66,7 @@ class Choice:
             lines += [f"  {number}. {name}: grid {'x'.join(map(str, grid))}" for number, (name, grid) in enumerate(self.kernels, 1)]
         for name, reasons in self.unsupported_reasons.items():
             if name != self.implementation:
-                lines.append(f"  not {name}: {'; '.join(reasons) if reasons else f'can serve it, {self.implementation} comes first'}")
+                lines.append(f"  not {name}: {'; '.join(reasons) if reasons else self._able()}")
         return "\n".join(lines)
 
 
@@ -88,7 +94,7 @@ class Explanation:
             program = choice.program
             rows: list[tuple[Any, ...]] = []
             for name, reasons in choice.unsupported_reasons.items():
-                found = "serves it" if name == choice.implementation else "; ".join(reasons) or "can serve it, another comes first"
+                found = "serves it" if name == choice.implementation else "; ".join(reasons) or choice._able()
                 rows.append((name, found))
             parts.append(table(f"{choice.operation} {where}: {choice.implementation or 'no implementation can serve it'}", rows))
             if program is not None:
@@ -193,7 +199,7 @@ def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Cho
     served = plans[chosen] if chosen is not None else None
     program = served.program if isinstance(served, dispatch.Plan) else None
     kernels = tuple(_pallas_kernels(jax.make_jaxpr(served.run)(call))) if chosen == "pallas" and isinstance(served, dispatch.Plan) else ()
-    return Choice(operation, chosen, reasons, program, target.settings.bridge, kernels)
+    return Choice(operation, chosen, reasons, program, target.settings.bridge, kernels, asked is not None)
 
 
 def _pallas_kernels(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -149,3 +149,12 @@ def test_real_arrays_are_not_computed_with_and_the_cache_is_kept():
     cache, key = pp.init_cache(spec), jnp.ones((1, 1, 32), BF16)
     pp.explain(pp.update_cache, cache, key, key, jnp.array([0]), arch="sm_90")
     assert not jnp.any(cache.data)
+
+
+def test_another_implementation_that_could_serve_is_told_from_a_refusal():
+    batch = pp.testing.random_batch(1)
+    arguments = (pp.paged_attention, batch.query, batch.cache(), batch.metadata)
+    assert "not pallas: can serve it, triton" not in str(pp.explain(*arguments, arch="gfx942"))
+    text = str(pp.explain(*arguments, arch="gfx942", implementation="triton"))
+    assert "not xla: can serve it, triton is asked for by name" in text
+    assert "not xla: can serve it, triton comes first" in str(pp.explain(*arguments, arch="gfx90a"))
