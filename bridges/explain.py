@@ -194,7 +194,7 @@ def _abstract_cache(spec: CacheSpec) -> KVCache:
 def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Choice:
     plans = {name: dispatch.plan_with(name, operation, call, target, explicit=name == asked) for name in dispatch.IMPLEMENTATIONS}
     reasons = {name: planned.reasons if isinstance(planned, dispatch.Unsupported) else () for name, planned in plans.items()}
-    candidates = [asked] if asked is not None else list(dispatch.IMPLEMENTATIONS)
+    candidates = [asked] if asked is not None else list(dispatch.preferred(target))
     chosen = next((name for name in candidates if not reasons[name]), None)
     served = plans[chosen] if chosen is not None else None
     program = served.program if isinstance(served, dispatch.Plan) else None

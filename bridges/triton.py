@@ -8,6 +8,7 @@ from ..functional.dispatch import Plan, Unsupported
 from ..functional.errors import UnsupportedError
 from ..functional.target import Target, variable_of
 from ..kernels.launch import Program
+from . import trial
 from .execute import run
 from .triton_calls import OPERATIONS, Operation
 from .triton_calls import SERVES as SERVES
@@ -17,9 +18,13 @@ INTERPRETER_HINT = f"set {variable_of('interpret')}=1 in the environment before 
 
 @cache
 def _missing_packages(bridge: str) -> tuple[str, ...]:
-    """Packages that are not installed. The callback bridge hands Triton's launcher torch tensors; the others need no torch."""
-    needed = ("triton", "torch") if bridge == "callback" else ("triton",)
-    return tuple(package for package in needed if importlib.util.find_spec(package) is None)
+    """Packages that are not installed."""
+    return tuple(package for package in _needed(bridge) if importlib.util.find_spec(package) is None)
+
+
+def _needed(bridge: str) -> tuple[str, ...]:
+    """The callback bridge hands Triton's launcher torch tensors; the others need no torch."""
+    return ("triton", "torch") if bridge == "callback" else ("triton",)
 
 
 def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
@@ -31,6 +36,8 @@ def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan |
             return Unsupported(("runs on a CPU only through Triton's interpreter, which is for tests: ask for it by name",))
         if not target.settings.interpret:
             return Unsupported((f"runs on a CPU only through Triton's interpreter: {INTERPRETER_HINT}",))
+    elif why := trial.broken(_needed(target.settings.bridge), target):
+        return Unsupported((why,), broken=True)
     return plan_launches(operation, call, target)
 
 

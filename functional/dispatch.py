@@ -9,6 +9,7 @@ needs neither torch nor Triton.
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from .features import Serves
 from .target import Target, current_target
 
 IMPLEMENTATIONS: Mapping[str, str] = {
-    "aiter": "purepage.bridges.aiter",
     "triton": "purepage.bridges.triton",
+    "aiter": "purepage.bridges.aiter",
     "pallas": "purepage.kernels.pallas",
     "xla": "purepage.kernels.xla",
 }
@@ -46,9 +47,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Why an implementation does not serve a call; one sentence each, with the argument that it can't serve."""
+    """Why an implementation does not serve a call.
+
+    Attributes:
+      reasons: one sentence each, with the argument that it can't serve.
+      broken: an installed package does not work. Where nothing is asked for by name, the call goes on to the next implementation, with one
+        warning.
+    """
 
     reasons: tuple[str, ...]
+    broken: bool = False
 
 
 class Implementation(Protocol):
@@ -128,6 +136,18 @@ def unsupported_reasons(operation: str, call: Any, implementation: str, target: 
     return planned.reasons if isinstance(planned, Unsupported) else ()
 
 
+def preferred(target: Target) -> tuple[str, ...]:
+    """Names of the implementations in the order in which they are tried."""
+    if target.settings.prefer_aiter:
+        return ("aiter", *(name for name in IMPLEMENTATIONS if name != "aiter"))
+    return tuple(IMPLEMENTATIONS)
+
+
+@cache
+def _warn_once(name: str, reasons: tuple[str, ...], served: str) -> None:
+    warnings.warn(f"{name} is passed over, {served} serves its calls: {', '.join(reasons)}", RuntimeWarning, stacklevel=2)
+
+
 def choose(operation: str, call: Any, implementation: str | None = None) -> tuple[str, Plan]:
     """The implementation that serves `call`, and its plan.
 
@@ -141,12 +161,16 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> tupl
       UnsupportedError: the named one, or every one, can't serve the call; the message has each reason.
     """
     target, asked = current_target(), check_implementation(implementation)
-    refused = {}
-    for name in IMPLEMENTATIONS if asked is None else (asked,):
+    refused, failed = {}, {}
+    for name in preferred(target) if asked is None else (asked,):
         planned = plan_with(name, operation, call, target, explicit=asked is not None)
         if isinstance(planned, Plan):
+            for other, reasons in failed.items():
+                _warn_once(other, reasons, name)
             return name, planned
         refused[name] = planned.reasons
+        if planned.broken:
+            failed[name] = planned.reasons
     if asked is None:
         raise UnsupportedError(
             f"no implementation can serve this {operation}: " + "; ".join(f"{name}: {', '.join(why)}" for name, why in refused.items())

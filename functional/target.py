@@ -47,6 +47,11 @@ class Settings:
         True,
         "Launches may be recorded into XLA's command buffers. ROCm's have crashed inside while loops (openxla/xla#46952).",
     )
+    prefer_aiter: bool = _setting(
+        "PUREPAGE_PREFER_AITER",
+        False,
+        "Without a name, a call goes to AITER wherever AITER serves it; by default purepage's kernels come first.",
+    )
     aiter_finite_cache: bool = _setting(
         "PUREPAGE_AITER_FINITE_CACHE",
         False,

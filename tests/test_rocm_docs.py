@@ -104,10 +104,10 @@ def table():
         for arch in archs:
             serving = []
             target = named_target(arch, Settings())
-            if not aiter_rules.unsupported_reasons(operation, call, target, explicit=True):
-                serving.append("aiter")
             if isinstance(bridge.plan_launches(operation, call, target), Plan):
                 serving.append("triton")
+            if not aiter_rules.unsupported_reasons(operation, call, target, explicit=True):
+                serving.append("aiter")
             cells.append(", ".join(serving) or "-")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...functional.dispatch import Plan, Unsupported
 from ...functional.target import Target
+from .. import trial
 from . import package as package
 from .decode import paged_decode
 from .rules import SERVES, not_here, operator_of, unsupported_reasons
@@ -32,6 +33,20 @@ _ADAPTERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def _broken(operator: str, target: Target) -> str | None:
+    """Why the operator can't be used in this process, whose GPU is the target; None where it can."""
+    if not trial.on_gpu():
+        return None
+    if why := trial.broken(("torch", "triton"), target):
+        return why
+    try:
+        package.load(operator)
+    except Exception as error:
+        cause = error.__cause__ or error
+        return f"amd-aiter is installed and its {operator} does not import: {type(cause).__name__}: {cause}"
+    return None
+
+
 def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
     """The operator that serves a call on `target`, or why none does; see `purepage.functional.dispatch`."""
     if package.root() is None:
@@ -43,4 +58,6 @@ def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan |
         return Unsupported((why,))
     if reasons := unsupported_reasons(operation, call, target, explicit=explicit):
         return Unsupported(reasons)
+    if target.platform != "cpu" and (why := _broken(operator, target)):
+        return Unsupported((why,), broken=True)
     return Plan(partial(_WITH_TARGET[operator], target) if operator in _WITH_TARGET else _ADAPTERS[operator])
