@@ -49,8 +49,9 @@ def mrope_cos_sin(
 @jax.jit
 def qk_norm_rope_and_update_cache(call: QkNormRopeUpdateCall) -> tuple[Array, Array, Array, KVCache]:
     spec = call.cache.local_spec
-    tokens, rotated = call.qkv.shape[0], (call.num_heads + spec.num_kv_heads) * spec.head_size
-    query, key = jnp.split(call.qkv[:, :rotated].reshape(tokens, -1, spec.head_size), (call.num_heads,), axis=1)
+    tokens, heads = call.qkv.shape[0], call.num_heads + spec.num_kv_heads
+    rotated = heads * spec.head_size
+    query, key = jnp.split(call.qkv[:, :rotated].reshape(tokens, heads, spec.head_size), (call.num_heads,), axis=1)
     value = call.qkv[:, rotated:].reshape(tokens, spec.num_kv_heads, spec.value_size)
     if call.mrope_section is None:
         cos, sin = cos_sin(call.cos_sin_cache, call.positions)

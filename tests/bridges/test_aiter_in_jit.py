@@ -27,6 +27,7 @@ def one_short_batch(monkeypatch):
     monkeypatch.setitem(__import__("benchmarks.timing").timing.BATCH_S, "cpu", 1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_row_for_each_way_and_names_no_folder(tmp_path):
     path = tmp_path / "rows.json"
     full = tmp_path / "full"

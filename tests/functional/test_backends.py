@@ -61,6 +61,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FORWARDS)
 def test_forward_equals_the_oracle(case):
     backend, made, layout, options = FORWARDS[case]

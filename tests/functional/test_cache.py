@@ -82,6 +82,7 @@ def test_every_element_is_at_its_address(content, order, dtype):
             assert sum(map(int, terms)) == at
 
 
+@pytest.mark.sampled(20)
 @layouts
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logical_round_trips_keep_every_bit(content, order, dtype):

@@ -91,6 +91,7 @@ GRID = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("dtype", "content", "order", "model_dtype", "shape", "scales"),
     GRID,
@@ -130,6 +131,7 @@ def test_a_donated_write_is_in_place_and_changes_its_slots_alone(dtype, content,
     same_bits(out.data, expected)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [F32, BF16, E4M3], ids=lambda d: d.name)
 @in_every_layout
 def test_every_element_is_at_the_address_of_its_layout(content, order, dtype):

@@ -129,6 +129,7 @@ def cascade(batch, layout=None, *, prefix, jit=True, **options):
     return (jax.jit(call) if jit else call)(jnp.asarray(batch.query), batch.cache(**(layout or {})), batch.metadata)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_cascade_equals_attention_over_everything(case):
     made, layout, options = CASES[case]

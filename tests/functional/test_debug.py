@@ -59,6 +59,7 @@ def test_an_eager_call_says_what_is_wrong(name):
         call(argument)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_jitted_call_says_what_is_wrong(name):
     call, argument, words = FAULTS[name]

@@ -48,6 +48,7 @@ DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 ROWS = [(name, DTYPES[i % 3]) for i, name in enumerate(FEATURES)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=[f"{name}-{np.dtype(dtype).name}" for name, dtype in ROWS])
 def test_every_feature_and_every_dtype(name, dtype):
     query, key, value, metadata = packed(dtype)
@@ -111,7 +112,7 @@ def test_jit_equals_eager():
     [
         (lambda q, k, v, m: (q, k[:5], v, m), ValueError, "value|key"),
         (lambda q, k, v, m: (q, k.astype(np.float16), v, m), TypeError, "key"),
-        (lambda q, k, v, m: (q, k, v[..., :8], m), ValueError, "value"),
+        (lambda q, k, v, m: (q, k, v[:, :1], m), ValueError, "value"),
         (lambda q, k, v, m: (q[:, :3], k, v, m), ValueError, "multiple"),
         (lambda q, k, v, m: (q, k, v, None), TypeError, "metadata"),
         (lambda q, k, v, m: (q.astype(ml_dtypes.float8_e4m3fn), k, v, m), TypeError, "query"),

@@ -39,6 +39,7 @@ def every_edge(dtype: np.dtype, scale: np.float32) -> np.ndarray:
     return np.concatenate([*around, ends, np.random.default_rng(7).standard_normal(2000).astype(np.float32) * scale])
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("scale", [1.0, 0.9, 0.05, 3.7, 2.0**-6, 1e30, 1e-30, 1e34, 8e37])
 @by_kind
 def test_quantize_has_the_bits_of_a_division_clamped_and_rounded_once(dtype, scale):

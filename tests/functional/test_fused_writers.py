@@ -65,6 +65,7 @@ ROPE = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", ROPE, ids=["-".join(str(getattr(v, "name", v)) for v in row) for row in ROPE])
 def test_rope_and_write_is_rope_then_write(row):
     model, dtype, content, order, query_heads, heads, head_size, rotary_dim, block_size, is_neox = row
@@ -128,6 +129,7 @@ NORM = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", NORM, ids=["-".join(str(getattr(v, "name", v)).replace(" ", "") for v in row) for row in NORM])
 def test_norm_rope_and_write_is_the_oracle_then_a_write(row):
     model, weight_dtype, dtype, content, order, query_heads, heads, head_size, rotary_dim, block_size, is_neox, section, interleaved = row

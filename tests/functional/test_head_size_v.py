@@ -13,7 +13,7 @@ F32, BF16, E4M3, E5M2 = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), *map(
 SIZES = [(48, 32), (32, 48)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("size, value_size", SIZES)
 @pytest.mark.parametrize("order", ["LBHNC", "LHBNC"])

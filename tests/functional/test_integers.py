@@ -101,6 +101,7 @@ def test_a_far_position_is_no_row_of_the_rotary_table(dtype, place):
     assert np.isfinite(out[0]).all() and np.isnan(out[1:]).all()
 
 
+@pytest.mark.sampled(4)
 @each_way
 def test_a_far_table_entry_or_length_reads_no_near_block(dtype, place):
     """Entries that no position needs may be far. A far length is past the table, not a short sequence."""

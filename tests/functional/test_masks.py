@@ -41,7 +41,7 @@ def test_a_traced_window_is_the_static_one(window, kind, implementation):
 LONG = {"mixed": {"max_query_len": 40, "max_seq_len": 700}, "prefill": {"max_query_len": 300, "max_seq_len": 300}}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("mask", [{"sliding_window": 100}, {"key_range": True}, {"sliding_window": 300, "key_range": True}])
 def test_masks_span_many_chunks(mask, kind):
@@ -75,7 +75,7 @@ def test_one_jitted_step_scans_over_layers_whose_windows_differ(implementation):
     assert len(traces) == 1
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("causal", [True, False])

@@ -71,6 +71,7 @@ def test_the_parts_equal_the_oracle(case, implementation):
     assert not np.any(np.asarray(out[batch.num_tokens :]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache_dtype", [E4M3Z, E5M2], ids=str)
 def test_parts_of_bfloat16_are_rounded_once_to_fp8(cache_dtype, implementation):
     batch = random_batch(6, dtype=BF16, cache_dtype=cache_dtype, scales="layer", sliding_window=9)

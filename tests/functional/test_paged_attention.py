@@ -56,6 +56,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", ROWS, ids=["-".join(map(str, (*r[:9], *r[9]))).replace(" ", "") for r in ROWS])
 def test_every_feature_meets_every_layout(row):
     content, order, kind, dtype, cache_dtype, heads, kv_heads, head_size, block_size, features = row
@@ -80,6 +81,7 @@ def test_every_feature_meets_every_layout(row):
     check(batch, content=content, order=order, **options)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [1, 3, 17, 40])
 @pytest.mark.parametrize("layout", [("packed", "LBHNC"), ("xpacked", "LHBNC")], ids="-".join)
 def test_keys_before_every_window_may_be_nan(window, layout):
@@ -88,6 +90,7 @@ def test_keys_before_every_window_may_be_nan(window, layout):
     check(batch, content=layout[0], order=layout[1], sliding_window=window)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scales", ["one", "layer", "head"])
 @pytest.mark.parametrize("cache_dtype", [E4M3, E5M2Z], ids=str)
 def test_fp8_scales_of_layer_and_head_apply_to_their_own_side(cache_dtype, scales):
@@ -145,12 +148,14 @@ def test_window_is_inclusive_of_the_query_itself():
     np.testing.assert_allclose(means(6, 2), [2.0, 2.5])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("length", [15, 16, 17, 18, 31, 32, 33, 34])
 def test_block_edges_are_exact(length, block_size):
     assert means(length, 1, block_size=block_size)[0] == pytest.approx((length - 1) / 2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("window", [0, -1, 2**30, 2**31 - 1, 2**31, 2**40])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
 def test_a_window_wider_than_the_sequence_is_no_window(window, causal):
@@ -172,6 +177,7 @@ def test_a_window_of_cross_attention_is_symmetric(window):
             assert found == pytest.approx(np.mean(seen) if seen else 0.0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("poison", ["key", "value"])
 @pytest.mark.parametrize(("queries", "context"), [(4, 0), (1, 0), (1, 3), (5, 20), (33, 3), (300, 5)])
 def test_a_bias_of_minus_infinity_masks_like_causality(queries, context, poison):
@@ -222,6 +228,7 @@ def test_a_needed_block_outside_the_pool_makes_its_sequence_nan_and_no_other(out
 WINDOWED = [(16, 1, (2,)), (17, 1, (1, 2)), (16, 2, (1, 2)), (33, 1, (0, 1, 2)), (1, 17, (1, 2))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("window", "queries", "needed"), WINDOWED)
 def test_a_block_outside_every_window_may_be_anything(window, queries, needed):
     cache = blocks_of_their_number()

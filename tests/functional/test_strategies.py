@@ -46,7 +46,8 @@ SMALLEST = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "sinks" else pytest.param(name, marks=pytest.mark.slow) for name in SMALLEST])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLEST)
 def test_options_shrink_to_what_is_needed(name):
     wanted, options = SMALLEST[name]
     plain = {"num_heads": 1, "num_kv_heads": 1, "head_size": 32, "dtype": np.dtype(np.float32)}
