@@ -216,6 +216,10 @@ def page() -> str:
         "differ, `sliding_window` may be data, so that one `lax.scan` runs over all layers; chunks, prefixes and images are",
         "[key ranges](api/key-ranges.md).",
         "",
+        "Ten families as whole models (Llama, Qwen3, Gemma 2 and 3, gpt-oss, Llama 4, MPT, Whisper, BERT, PaliGemma) are in",
+        "[examples/families](../examples/families/model.py), one block whose differences are data. The tests compare logits and 50 greedy",
+        "tokens with `transformers`' own models of the same random weights: `python -m examples.families` prints the differences.",
+        "",
         "| model | layers | heads | size | kinds of layers | scores | positions | norm | functions | ROCM_ATTN | ROCM_AITER_UNIFIED_ATTN |",
         "|---" * 11 + "|",
     ]
