@@ -23,6 +23,8 @@ _HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
 _TEXT = {**_SIZES, **_HEADS, "pad_token_id": 0, "tie_word_embeddings": False}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5, "num_hidden_layers": 3}
 _YARN = {"rope_type": "yarn", "rope_theta": 150.0, "factor": 8.0, "original_max_position_embeddings": 12, "truncate": False}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _TWO_BASES = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in (("sliding_attention", 1e4), ("full_attention", 1e6))}
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 _CHUNKS = {"attention_chunk_size": 8, "no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "floor_scale": 4, "attn_scale": 0.3}
@@ -34,7 +36,7 @@ _SIDES = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in 
 _BERT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _TEXT),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {**_TEXT, "rope_parameters": _LLAMA3}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _TEXT),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_TEXT, **_MIXED, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_TEXT, **_MIXED, "query_pre_attn_scalar": 24, "rope_parameters": _TWO_BASES}),

@@ -53,8 +53,13 @@ def rope_table(parameters: Mapping[str, Any], head_size: int, length: int) -> np
         slow = np.clip((np.arange(head_size // 2) - low) / max(high - low, 1e-3), 0, 1)
         frequencies = frequencies * (1 - slow) + frequencies / stretch * slow
         factor = parameters.get("attention_factor") or 0.1 * np.log(stretch) + 1
+    elif kind == "llama3":
+        low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+        turns = parameters["original_max_position_embeddings"] * frequencies / (2 * np.pi)
+        slow = np.clip((high - turns) / (high - low), 0, 1)
+        frequencies = frequencies * (1 - slow) + frequencies / parameters["factor"] * slow
     elif kind != "default":
-        raise ValueError(f"rope_type is {kind!r}: must be 'default' or 'yarn'")
+        raise ValueError(f"rope_type is {kind!r}: must be 'default', 'llama3' or 'yarn'")
     angles = np.arange(length)[:, None] * frequencies
     return (factor * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).astype(np.float32)
 

@@ -44,8 +44,10 @@ def options(**changes):
     return lambda config, weights: (replace(config, **changes), weights)
 
 
+PLAIN_ROPE = rope_table({"rope_theta": 1e4}, 16, 96)
 CHANGES = {
     "llama, pairs of rope": options(is_neox=False),
+    "llama, scaling of rope": arrays(rope=PLAIN_ROPE[None]),
     "qwen3, norm of heads": layers(query_norm=None, key_norm=None),
     "gemma2, window": layers(window=None),
     "gemma2, cap of scores": options(soft_cap=None),
@@ -81,8 +83,8 @@ def test_logits_tell_whether_a_prefix_is_seen_whole(monkeypatch):
 
 
 def test_what_the_example_does_not_have_is_refused_by_name():
-    with pytest.raises(ValueError, match="rope_type is 'llama3'"):
-        rope_table({"rope_type": "llama3", "rope_theta": 1e4}, 8, 4)
+    with pytest.raises(ValueError, match="rope_type is 'longrope'"):
+        rope_table({"rope_type": "longrope", "rope_theta": 1e4}, 8, 4)
     with pytest.raises(ValueError, match="model_type is 't5'"):
         read(type("Config", (), {"model_type": "t5"}), {})
 
