@@ -16,7 +16,7 @@ def test_names(purepage_implementation, purepage_batch):
 
 
 def test_attends(purepage_attention):
-    spec = pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=32, dtype=np.float32)
+    spec = pp.CacheSpec(num_blocks=2, block_size=16, num_kv_heads=1, head_size=32, dtype=np.float32, content="xpacked")
     metadata = pp.make_metadata([1], [1], [[1]], block_size=16)
     out = purepage_attention(np.ones((1, 1, 32), np.float32), pp.init_cache(spec), metadata)
     assert not np.asarray(out).any()
