@@ -10,14 +10,14 @@ from purepage.functional.testing.pairwise import pairwise as pairwise
 
 
 def sample(cases: Sequence[Sequence[Any]], count: int, *, seed: int = 0) -> list[int]:
-    """Places, in order, of `count` of the given cases: they cover every value of every factor first, then most pairs.
+    """Places, in order, of `count` of the given cases: they cover most values of the factors, then most pairs.
 
     Cases of one mapping each, as `pairwise` makes them, have its keys as factors. Any other single factor is a range: its cases are taken
     at equal distances, both ends among them.
 
     Args:
       cases: the values of each case, a factor at the same place in all of them; compared by `repr`.
-      count: how many; more are taken where that many don't hold every value.
+      count: how many at most. With at least as many as a factor has values, every value is among them in nearly every grid.
       seed: decides between cases that cover as much.
     """
     if cases and all(len(case) == 1 and isinstance(case[0], Mapping) and case[0].keys() == cases[0][0].keys() for case in cases):
@@ -28,7 +28,7 @@ def sample(cases: Sequence[Sequence[Any]], count: int, *, seed: int = 0) -> list
     values = [{(factor, repr(value)) for factor, value in enumerate(case)} for case in cases]
     pairs = [{frozenset(pair) for pair in itertools.combinations(sorted(held), 2)} for held in values]
     unseen, uncovered, chosen = set().union(*values), set().union(*pairs), []
-    while order and (unseen or len(chosen) < count):
+    while order and len(chosen) < count:
         best = max(order, key=lambda place: (len(values[place] & unseen), len(pairs[place] & uncovered)))
         order.remove(best)
         chosen.append(best)
