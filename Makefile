@@ -20,8 +20,9 @@ PYTEST_FLAGS ?= -n 2 --timeout 7200
 demo: $(VENV)/has-demo
 	$(BIN)/python -m examples.smollm2 $(DEMO_FLAGS)
 
+# Most of its time is XLA's, compiling small programs that run once: XLA optimizes less. `make test-all` tests what users run.
 test: $(VENV)/has-test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-all: $(VENV)/has-test
 	PUREPAGE_FULL_AMD=1 $(BIN)/python -m pytest $(PYTEST_FLAGS) --all

@@ -58,6 +58,7 @@ def check(batch, *, content="packed", order="LBHNC", layer=0, dtype=F16, **optio
     assert_close(out, expected, dtype=dtype)
 
 
+@pytest.mark.sampled(4)
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("content", ["packed", "flash"])
@@ -80,7 +81,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
@@ -277,7 +278,7 @@ DECODES = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @needs_package
 @on_cpu
 @pytest.mark.parametrize("made, options", DECODES.values(), ids=DECODES)

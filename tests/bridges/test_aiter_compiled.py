@@ -59,6 +59,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch, fp8", [("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")])
 def test_paged_decode_and_the_repaired_soft_cap_compile_for_amd(arch, fp8, tmp_path):
     """In a process of its own: kernels of this one are the interpreter's."""

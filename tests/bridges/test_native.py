@@ -56,6 +56,7 @@ def test_on_a_cpu_the_bridge_is_refused_by_name():
         pp.paged_attention(jnp.ones((1, 2, 32)), cache, metadata, implementation="triton")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
 @pytest.mark.parametrize("variant", ["attention D64 bf16 all features", "qk-norm+rope+write D128 bf16"])
 def test_the_arguments_are_those_of_the_code_objects_own_metadata(arch, variant):

@@ -121,7 +121,7 @@ def test_scarce_blocks_and_short_chunks_generate_the_same_tokens(short, short_re
     assert engine.scheduler.shared_tokens > 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["fp8", "bfloat16"])
 def test_a_rounded_cache_predicts_nearly_the_same_tokens(loaded, cache_dtype):
     """Teacher-forced: from every point of a reference reply, the likeliest next token is the same."""

@@ -89,6 +89,7 @@ FP8 = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FP8)
 def test_rocm_attn_attends_new_tokens_at_full_precision_beside_an_fp8_cache(case):
     made, options = FP8[case]
@@ -100,7 +101,7 @@ def test_rocm_attn_attends_new_tokens_at_full_precision_beside_an_fp8_cache(case
             assert_close(out, batch.reference(**options)[0], dtype=F32)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("cache_dtype", [F32, E4M3], ids=str)
 @pytest.mark.parametrize("kind", ["chunked", "decode", "mixed"])
@@ -366,6 +367,7 @@ def test_writers_equal_the_functions_that_they_name(backend):
         assert np.any(written != np.asarray(cache.data))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"])
 @BACKENDS
 def test_fp8_keys_and_values_are_stored_as_bits(backend, name):

@@ -77,6 +77,7 @@ def test_a_window_that_is_off_is_no_window(window):
     np.testing.assert_array_equal(run(query, key, value, metadata, sliding_window=window), run(query, key, value, metadata))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(7, 1, 80), (10, 2, 96), (3, 3, 256), (71, 1, 32)])
 def test_any_ratio_and_head_size(heads, kv_heads, head_size):
     query, key, value, metadata = packed(heads=heads, kv_heads=kv_heads, head_size=head_size)

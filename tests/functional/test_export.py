@@ -81,6 +81,7 @@ def test_the_names_in_a_serialised_file_are_the_public_ones():
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("order", pp.functional.layout.ORDERS)
 @pytest.mark.parametrize("content", pp.functional.layout.CONTENTS)
 def test_a_writer_is_exported_for_any_number_of_tokens(content, order):

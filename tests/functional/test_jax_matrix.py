@@ -213,7 +213,7 @@ def run_cell(name, mode, kind):
     MODES[mode](partial(call, name, static), arrays, expected)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(("name", "mode", "kind"), SAMPLE)
 def test_a_cell_of_the_sample_is_the_eager_result(name, mode, kind):
     run_cell(name, mode, kind)

@@ -61,7 +61,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_equal_the_oracle(case, implementation):
     made, options = CASES[case]

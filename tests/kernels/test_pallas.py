@@ -52,7 +52,7 @@ def vectors(options, heads):
     return options
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", pairwise(ATTENTION), ids=case_id)
 def test_attention_is_the_oracles(case):
     (dtype, cache_dtype), (heads, kv_heads) = case["dtypes"], case["heads"]
@@ -163,7 +163,7 @@ WRITE = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", pairwise(WRITE), ids=case_id)
 def test_a_write_changes_its_slots_to_the_right_bits_and_nothing_else(case):
     (dtype, cache_dtype), size, kv_heads = case["dtypes"], case["head_size"], case["kv_heads"]

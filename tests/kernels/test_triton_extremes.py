@@ -41,7 +41,7 @@ def test_the_soft_cap_keeps_the_relative_error_of_tanh_at_every_magnitude():
     np.testing.assert_allclose(out.numpy(), wanted, rtol=4e-7, atol=0)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e3, 1e5, 1e7, 1e9])
 def test_soft_caps_of_every_decade(cap, kind):

@@ -55,7 +55,7 @@ def test_one_key_of_another_tile_may_stand_out_by_any_amount(above):
     check(batch, ROWS["sums"])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("kind", ["mixed", "prefill", "cross"])
 @pytest.mark.parametrize("masks", [{"key_range": True}, {"key_range": True, "sliding_window": 50}, {"sliding_window": 50}], ids="-".join)
@@ -85,7 +85,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("gain", [1, 60])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_mask_and_bias_over_scores_of_any_range(feature, gain):

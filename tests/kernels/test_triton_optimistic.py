@@ -66,6 +66,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("unused", ["NaN", "finite"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_an_optimistic_pass_and_descriptors_with_every_mask(feature, unused):
