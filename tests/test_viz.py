@@ -111,6 +111,8 @@ def test_occupancy_counts_a_shared_block_once():
 
 
 def test_a_plan_lists_every_reason_and_launch():
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
     batch = random_batch(0)
     found = pp.explain(pp.paged_attention, batch.query, batch.cache(), batch.metadata, arch="MI300X")
     ax = viz.plan(found)
