@@ -72,6 +72,12 @@ def broken(packages: Iterable[str], target: Target) -> str | None:
     for package in packages:
         if why := import_failure(package):
             return why
-    if target.platform == "rocm" and "torch" in packages and MAPS.exists():
-        return foreign_runtime(mapped(HIP_LIBRARY, MAPS.read_text().splitlines()))
+    if target.platform == "rocm" and "torch" in packages:
+        return _foreign_runtime_in(MAPS)
     return None
+
+
+@cache
+def _foreign_runtime_in(maps: Path) -> str | None:
+    """`foreign_runtime` of this process, read once: after torch is imported its runtime is mapped, or never will be."""
+    return foreign_runtime(mapped(HIP_LIBRARY, maps.read_text().splitlines())) if maps.exists() else None

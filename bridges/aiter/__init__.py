@@ -5,7 +5,7 @@ form that it reads, `package` loads it. AITER is imported when an operator is fi
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ...functional.dispatch import Plan, Unsupported
@@ -37,8 +37,12 @@ def _broken(operator: str, target: Target) -> str | None:
     """Why the operator can't be used in this process, whose GPU is the target; None where it can."""
     if not trial.on_gpu():
         return None
-    if why := trial.broken(("torch", "triton"), target):
-        return why
+    return trial.broken(("torch", "triton"), target) or _load_failure(operator)
+
+
+@cache
+def _load_failure(operator: str) -> str | None:
+    """What loading the operator raises; None where it loads. Tried once: `package.load` keeps no failure."""
     try:
         package.load(operator)
     except Exception as error:

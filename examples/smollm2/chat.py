@@ -8,12 +8,12 @@ class Conversation:
 
     Args:
       tokenizer: see `read_tokenizer`.
-      room: most tokens of a prompt.
+      max_prompt_tokens: most tokens of a prompt.
       system: the system message.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, room: int, system: str = SYSTEM_PROMPT) -> None:
-        self.tokenizer, self.room = tokenizer, room
+    def __init__(self, tokenizer: ChatTokenizer, max_prompt_tokens: int, system: str = SYSTEM_PROMPT) -> None:
+        self.tokenizer, self.max_prompt_tokens = tokenizer, max_prompt_tokens
         self.dropped = 0
         self._system = tokenizer.encode(turn_text("system", system))
         self._exchanges: list[list[int]] = []
@@ -22,12 +22,12 @@ class Conversation:
         """The ids that lead to the reply to a user message.
 
         Raises:
-          ValueError: the message alone has more tokens than there is room for.
+          ValueError: the message alone has more tokens than a prompt may have.
         """
         asked = self._asked(message)
-        if len(self._system) + len(asked) > self.room:
-            raise ValueError(f"message has {len(asked)} tokens: it must have at most {self.room - len(self._system)}")
-        while self._exchanges and len(self._system) + sum(map(len, self._exchanges)) + len(asked) > self.room:
+        if len(self._system) + len(asked) > self.max_prompt_tokens:
+            raise ValueError(f"message has {len(asked)} tokens: it must have at most {self.max_prompt_tokens - len(self._system)}")
+        while self._exchanges and len(self._system) + sum(map(len, self._exchanges)) + len(asked) > self.max_prompt_tokens:
             self._exchanges.pop(0)
             self.dropped += 1
         return (*self._system, *(token for exchange in self._exchanges for token in exchange), *asked)

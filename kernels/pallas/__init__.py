@@ -32,7 +32,8 @@ _MODEL = frozenset(("float32", "float16", "bfloat16"))
 _FP8 = frozenset(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
 _CACHE = frozenset(("quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
 _ROWS = frozenset(("tokens_are_rows", "heads_are_adjacent", "sides_are_adjacent", "sides_are_apart"))
-_GPU_FP8 = {"cuda": frozenset(("float8_e4m3fn", "float8_e5m2")), "rocm": frozenset(("float8_e4m3fn", "float8_e5m2"))}
+_GPUS = ("cuda", "rocm")
+_GPU_FP8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
 """The fp8 dtypes that Pallas' Triton backend has."""
 
 SERVES: Mapping[str, Serves] = {
@@ -169,13 +170,11 @@ def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan |
     """The kernel of the operation, interpreted on a CPU."""
     if not explicit:
         return Unsupported(("is taken only where it is asked for by name",))
-    if target.platform not in ("cpu", *_GPU_FP8):
-        return Unsupported((f"platform {target.platform}: it serves cpu, {', '.join(_GPU_FP8)}",))
+    if target.platform not in ("cpu", *_GPUS):
+        return Unsupported((f"platform {target.platform}: it serves cpu, {', '.join(_GPUS)}",))
     if find_arch(target.arch) is None:
         return Unsupported((f"arch {target.arch}: it serves {', '.join(ARCHS)}",))
-    kinds = _GPU_FP8.get(target.platform)
-    if kinds is not None:
-        unknown = sorted(dtype for name, dtype in call.dtypes().items() if name == "cache" and dtype in _FP8 - kinds)
-        if unknown:
-            return Unsupported((f"cache is {unknown[0]}: Pallas' Triton backend serves {', '.join(sorted(kinds))}",))
-    return Plan(partial(_RUN[operation], interpret=kinds is None))
+    on_cpu, stored = target.platform == "cpu", call.dtypes()["cache"]
+    if not on_cpu and stored in _FP8 - _GPU_FP8:
+        return Unsupported((f"cache is {stored}: Pallas' Triton backend serves {', '.join(sorted(_GPU_FP8))}",))
+    return Plan(partial(_RUN[operation], interpret=on_cpu))

@@ -31,8 +31,8 @@ class Letters:
         return ids
 
 
-def conversation(room=400):
-    return Conversation(Letters(), room, system="s")
+def conversation(max_prompt_tokens=400):
+    return Conversation(Letters(), max_prompt_tokens, system="s")
 
 
 def written(*turns):
@@ -53,7 +53,7 @@ def test_a_later_prompt_is_the_whole_conversation_and_begins_with_the_earlier_on
 
 
 def test_the_oldest_exchanges_are_left_out_when_there_is_no_room():
-    talk = conversation(room=len(written(("system", "s"), ("user", "a?"), ("assistant", "yes"), ("user", "b?"))))
+    talk = conversation(max_prompt_tokens=len(written(("system", "s"), ("user", "a?"), ("assistant", "yes"), ("user", "b?"))))
     for message in ("a?", "b?"):
         talk.add(message, [*b"yes", STOP])
     assert talk.prompt("c?") == written(("system", "s"), ("user", "b?"), ("assistant", "yes"), ("user", "c?"))
@@ -62,7 +62,7 @@ def test_the_oldest_exchanges_are_left_out_when_there_is_no_room():
 
 def test_a_message_without_room_is_refused():
     with pytest.raises(ValueError, match=r"message has \d+ tokens: it must have at most"):
-        conversation(room=20).prompt("a long message")
+        conversation(max_prompt_tokens=20).prompt("a long message")
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path, monkeypatch):
