@@ -41,19 +41,20 @@ def divided(operation: str, call: Any, operands: tuple[Any, ...]) -> Callable[..
       when the program runs. It returns what `serve` returns, and raises `UnsupportedError` where the call can't be divided as its arguments
       lie; the message says what to wrap.
     """
-    if jax.device_count() == 1 or operation not in RULES or jax.sharding.get_abstract_mesh().manual_axes:
+    if operation not in RULES or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     leaves, structure = jax.tree.flatten((call, operands))
+    one_device = jax.device_count() == 1
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         mesh = _concrete_mesh(leaves)
         apply = None if mesh is None else partial(_under_shard_map, mesh)
     else:
         mesh = _traced_mesh(leaves)
-        kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1}
-        if kinds == {AxisType.Explicit}:
+        kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1} or set(mesh.axis_types)
+        if kinds == {AxisType.Explicit}:  # also of one device: every intermediate value has its sharding in its type
             apply = partial(_under_shard_map, mesh)
         else:  # axes of several kinds are left to XLA
-            apply = _under_custom_partitioning if kinds <= {AxisType.Auto} else None
+            apply = _under_custom_partitioning if kinds <= {AxisType.Auto} and not one_device else None
     if apply is None:
         return None
 
@@ -78,11 +79,13 @@ def together(tree: Any) -> Any:
 
 
 def _concrete_mesh(leaves: list[Any]) -> Mesh | None:
-    """The mesh over which some array is divided; None where each is whole on every device that has it."""
+    """The mesh over which some array is divided, if only in its type; None where each is whole on every device that has it."""
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and not sharding.is_fully_replicated:
-            return sharding.mesh
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            in_type = bool(sharding.mesh.explicit_axes) and any(sharding.spec)  # over Explicit axes of one device
+            if in_type or not sharding.is_fully_replicated:
+                return sharding.mesh
     return None
 
 

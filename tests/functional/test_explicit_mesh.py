@@ -1,6 +1,13 @@
 """A mesh of Explicit axes: the heads stay sharded through `xla`, no device gathers the cache, and the values are those of one device."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
+
+import purepage as pp
+from purepage.testing import random_batch
 
 SETUP = """
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -82,3 +89,30 @@ TYPES = """
 
 def test_the_result_of_every_function_is_sharded_over_the_heads_of_its_arguments(run_with_devices):
     run_with_devices(2, '\n    CONTENT, ORDER, CACHE_DTYPE = "packed", "LBHNC", jnp.bfloat16\n' + SETUP + TYPES)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("axes", [("model",), ("data", "context", "model")])
+def test_a_mesh_of_one_device_is_served_as_that_device_is(axes):
+    """Axes of size 1 divide nothing, but stand in the types of arrays, which a scan over layers must keep."""
+    mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes), devices=jax.devices()[:1])
+    s = pp.sharding.Shardings(mesh)
+    batch = random_batch(3, num_seqs=2, max_seq_len=20, num_layers=2, dtype=np.float32)
+    cache, arrays = batch.cache_before(), tuple(map(jnp.asarray, (batch.query, batch.key, batch.value)))
+
+    def step(cache, query, key, value, metadata):
+        def one(cache, layer):
+            cache = pp.update_cache(cache, key, value, metadata.slot_mapping, layer=layer, implementation="xla")
+            return cache, pp.paged_attention(query, cache, metadata, layer=layer, implementation="xla")
+
+        return jax.lax.scan(one, cache, jnp.arange(2))
+
+    placed = jax.device_put(cache, s.cache(cache)), *(jax.device_put(array, s.tokens) for array in arrays)
+    there = jax.device_put(batch.metadata, s.metadata(batch.metadata))
+    expected_cache, expected = jax.jit(step)(cache, *arrays, batch.metadata)
+    written, out = jax.jit(step)(*placed, there)
+    assert jax.typeof(written.data) == jax.typeof(placed[0].data)
+    np.testing.assert_array_equal(np.asarray(written.data), np.asarray(expected_cache.data))
+    np.testing.assert_allclose(np.asarray(out), np.asarray(expected), rtol=1e-6, atol=1e-6)
+    eager = pp.update_cache(placed[0], *placed[2:], there.slot_mapping, layer=1, implementation="xla")
+    np.testing.assert_array_equal(np.asarray(eager.data[1]), np.asarray(expected_cache.data[1]))
