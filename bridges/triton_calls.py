@@ -303,7 +303,8 @@ def _with_cache(call: Any, arrays: tuple[Array, ...]) -> Any:
 def _qk_norm_results(call: QkNormRopeUpdateCall, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array, KVCache]:
     """(query, key, value, cache); the value is a slice of qkv, which XLA drops where it is not used."""
     query, key, data = arrays
-    value = call.qkv[:, -key.shape[1] * key.shape[2] :].reshape(key.shape)
+    size = call.cache.spec.value_size
+    value = call.qkv[:, -key.shape[1] * size :].reshape(*key.shape[:2], size)
     return query, key, value, replace(call.cache, data=data)
 
 
@@ -311,7 +312,7 @@ _MODEL = frozenset(("float32", "float16", "bfloat16"))
 _FP8 = frozenset(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"))
 _TABLE = _MODEL | {"float64"}
 """float64 exists only under x64; `_table` narrows it to float32, in which kernels compute."""
-_CACHE = frozenset(("quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
+_CACHE = frozenset(("head_size_v", "quantized_cache", "scales_per_head", "mixed_scale_ranks", "mixed_dtypes"))
 _ROTARY = frozenset(("partial_rotary", "gptj_rotary"))
 _SCORES = frozenset(("score_scale", "sinks", "sliding_window", "traced_window", "key_range", "alibi_slopes", "logits_soft_cap"))
 
@@ -341,7 +342,6 @@ OPERATIONS: Mapping[str, Operation] = {
             _SCORES
             | _CACHE
             | {
-                "head_size_v",
                 "qq_bias",
                 "qq_bias_per_sequence",
                 "output_scale",

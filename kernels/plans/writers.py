@@ -123,20 +123,23 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
       UnsupportedError: the arch is not known.
     """
     facts, spec = arch_facts(arch), shape.cache.spec
-    rows = (shape.num_tokens, spec.num_kv_heads, spec.head_size)
+    rows = (shape.num_tokens, spec.num_kv_heads)
     inputs = {
-        "key": Buffer(rows, shape.key_dtype),
-        "value": Buffer(rows, shape.value_dtype),
+        "key": Buffer((*rows, spec.head_size), shape.key_dtype),
+        "value": Buffer((*rows, spec.value_size), shape.value_dtype),
         **cache_inputs(shape.cache, shape.num_tokens),
     }
-    pad = next_power_of_two(spec.head_size)
+    key_pad, value_pad = next_power_of_two(spec.head_size), next_power_of_two(spec.value_size)
+    pad = max(key_pad, value_pad)
     at_least = ADJACENT_TOKENS if has_adjacent_tokens(spec) else 1
     tokens = tokens_of_block(shape.num_tokens, spec.num_kv_heads, pad, num_cus or facts.num_cus, at_least=at_least)
     kernel_spec = UpdateSpec(
         block_tokens=tokens,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        head_pad=pad,
+        head_pad=key_pad,
+        value_size=spec.value_size,
+        value_pad=value_pad,
         slots=cache_slots(shape.cache, facts),
         interpreted=facts.vendor == "cpu",
     )
@@ -253,7 +256,8 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
 def _rope_block(shape: RopeShape, cus: int) -> tuple[int, int]:
     """(tokens, heads) of a program: as many heads as divide both counts, fewer while the grid does not cover the device twice."""
     at_least = ADJACENT_TOKENS if shape.cache is not None and has_adjacent_tokens(shape.cache.spec) else 1
-    width, all_heads = next_power_of_two(shape.head_size), shape.num_heads + shape.num_kv_heads
+    sizes = shape.head_size, 0 if shape.cache is None else shape.cache.spec.value_size
+    width, all_heads = next_power_of_two(max(sizes)), shape.num_heads + shape.num_kv_heads
 
     def tokens_for(heads: int) -> int:
         return tokens_of_block(shape.num_tokens, all_heads // heads, width, cus, at_least=at_least)
@@ -267,7 +271,8 @@ def _rope_block(shape: RopeShape, cus: int) -> tuple[int, int]:
 
 
 def _rotary_spec(shape: RopeShape, arch: Arch, tokens: int, heads: int) -> RotarySpec:
-    query, key = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    query, key, value = (count * size for count, size in zip(*_rope_rows(shape), strict=True))
+    row = query + key + value
     half, rest = shape.rotary_dim // 2, shape.head_size - shape.rotary_dim
     return RotarySpec(
         block_tokens=tokens,
@@ -283,8 +288,11 @@ def _rotary_spec(shape: RopeShape, arch: Arch, tokens: int, heads: int) -> Rotar
         num_positions=shape.num_positions,
         query_dtype=shape.query_dtype,
         key_dtype=shape.key_dtype,
-        query_row=query + 2 * key if shape.packed else query,
-        key_row=query + 2 * key if shape.packed else key,
+        query_row=row if shape.packed else query,
+        key_row=row if shape.packed else key,
+        value_row=row if shape.packed else value,
+        value_size=0 if shape.cache is None else shape.cache.spec.value_size,
+        value_pad=0 if shape.cache is None else next_power_of_two(shape.cache.spec.value_size),
         key_start=query if shape.packed else 0,
         value_start=query + key if shape.packed else 0,
         mrope_section=tuple(shape.mrope_section),
@@ -295,11 +303,18 @@ def _rotary_spec(shape: RopeShape, arch: Arch, tokens: int, heads: int) -> Rotar
     )
 
 
+def _rope_rows(shape: RopeShape) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(heads, head sizes) of query, key and value; no value where nothing is written."""
+    heads = shape.num_heads, shape.num_kv_heads, 0 if shape.cache is None else shape.num_kv_heads
+    return heads, (shape.head_size, shape.head_size, shape.head_size if shape.cache is None else shape.cache.spec.value_size)
+
+
 def _rope_inputs(shape: RopeShape) -> dict[str, Buffer]:
     tokens, size = shape.num_tokens, shape.head_size
     if shape.packed:
+        row = sum(count * size for count, size in zip(*_rope_rows(shape), strict=True))
         inputs = {
-            "qkv": Buffer((tokens, (shape.num_heads + 2 * shape.num_kv_heads) * size), shape.query_dtype),
+            "qkv": Buffer((tokens, row), shape.query_dtype),
             "q_weight": Buffer((size,), "float32"),
             "k_weight": Buffer((size,), "float32"),
         }
@@ -309,7 +324,7 @@ def _rope_inputs(shape: RopeShape) -> dict[str, Buffer]:
             "key": Buffer((tokens, shape.num_kv_heads, size), shape.key_dtype),
         }
         if shape.cache is not None:
-            inputs["value"] = Buffer((tokens, shape.num_kv_heads, size), shape.value_dtype)
+            inputs["value"] = Buffer((tokens, shape.num_kv_heads, shape.cache.spec.value_size), shape.value_dtype)
     inputs["positions"] = Buffer((3, tokens) if shape.mrope_section else (tokens,), "int32")
     inputs["cos_sin_cache"] = Buffer((shape.num_positions, shape.rotary_dim), shape.table_dtype)
     return inputs if shape.cache is None else {**inputs, **cache_inputs(shape.cache, tokens)}

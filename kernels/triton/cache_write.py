@@ -39,30 +39,32 @@ def store_channels(head_base, slots, channel, values, slot_ok, channel_ok, STRID
 
 
 @triton.jit
-def load_rows(rows, head, token, is_token, ROW: tl.constexpr, S: tl.constexpr):
-    """One head of a block of tokens; `rows` points to [tokens, ROW] with the head at column head * head_size."""
-    d = tl.arange(0, S.head_pad)
-    source = rows + head * S.head_size + token.to(tl.int64)[:, None] * ROW + d[None, :]
-    return tl.load(source, mask=is_token[:, None] & (d < S.head_size)[None, :], other=0.0)
+def load_rows(rows, head, token, is_token, ROW: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr):
+    """One head of a block of tokens, [tokens, PAD]; `rows` points to [tokens, ROW] with the head at column head * SIZE."""
+    d = tl.arange(0, PAD)
+    source = rows + head * SIZE + token.to(tl.int64)[:, None] * ROW + d[None, :]
+    return tl.load(source, mask=is_token[:, None] & (d < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
-def write_rows(cache, values, scale, layer, head, slot, is_token, STRIDES: tl.constexpr, S: tl.constexpr):
-    """Stores one side of one head of a block of tokens in its slots."""
+def write_rows(
+    cache, values, scale, layer, head, slot, is_token, STRIDES: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, S: tl.constexpr
+):
+    """Stores one side of one head of a block of tokens, [tokens, PAD] with SIZE channels, in its slots."""
     SLOTS: tl.constexpr = S.slots
     DTYPE: tl.constexpr = S.slots.dtype
-    d = tl.arange(0, S.head_pad)
+    d = tl.arange(0, PAD)
     ok = is_token & (slot >= 0) & (slot < SLOTS.num_slots)
     codes = to_stored(values, scale, DTYPE, SLOTS.hardware_fp8, S.interpreted)
     base = side_base(cache, layer, head, STRIDES, DTYPE)
-    store_channels(base, slot_offsets(slot, STRIDES, SLOTS), d, codes, ok, d < S.head_size, STRIDES)
+    store_channels(base, slot_offsets(slot, STRIDES, SLOTS), d, codes, ok, d < SIZE, STRIDES)
 
 
 @triton.jit
 def update_cache_kernel(
     cache,  # buffer of the cache, model dtype or bits of fp8; written in place
     key,  # [T, H, D] model dtype
-    value,  # [T, H, D] model dtype
+    value,  # [T, H, Dv] model dtype
     slot_mapping,  # [T] i32; outside [0, B * N): the token is not stored
     k_scale,  # [L] or [L, H] f32, or None where the cache is not quantized
     v_scale,  # [L] or [L, H] f32, or None where the cache is not quantized
@@ -74,6 +76,10 @@ def update_cache_kernel(
     SLOTS: tl.constexpr = S.slots
     KEY: tl.constexpr = S.slots.key
     VALUE: tl.constexpr = S.slots.value
+    SIZE: tl.constexpr = S.head_size
+    PAD: tl.constexpr = S.head_pad
+    VALUE_SIZE: tl.constexpr = S.value_size
+    VALUE_PAD: tl.constexpr = S.value_pad
     program = tl.program_id(0)
     head = program % S.num_kv_heads
     token = program // S.num_kv_heads * S.block_tokens + tl.arange(0, S.block_tokens)
@@ -81,9 +87,9 @@ def update_cache_kernel(
     # Every load is issued before the first use of one: the program is too short to wait more than once.
     slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
     layer_index = tl.load(layer)
-    key_rows = load_rows(key, head, token, is_token, S.num_kv_heads * S.head_size, S)
-    value_rows = load_rows(value, head, token, is_token, S.num_kv_heads * S.head_size, S)
+    key_rows = load_rows(key, head, token, is_token, S.num_kv_heads * SIZE, SIZE, PAD)
+    value_rows = load_rows(value, head, token, is_token, S.num_kv_heads * VALUE_SIZE, VALUE_SIZE, VALUE_PAD)
     key_scale = side_scale(k_scale, layer_index, head, SLOTS.k_scale_heads, SLOTS)
     value_scale = side_scale(v_scale, layer_index, head, SLOTS.v_scale_heads, SLOTS)
-    write_rows(cache, key_rows, key_scale, layer_index, head, slot, is_token, KEY, S)
-    write_rows(cache, value_rows, value_scale, layer_index, head, slot, is_token, VALUE, S)
+    write_rows(cache, key_rows, key_scale, layer_index, head, slot, is_token, KEY, SIZE, PAD, S)
+    write_rows(cache, value_rows, value_scale, layer_index, head, slot, is_token, VALUE, VALUE_SIZE, VALUE_PAD, S)

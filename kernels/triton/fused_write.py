@@ -38,9 +38,9 @@ def rope_update_kernel(
     query_out,  # [T, Hq, D] dtype of query
     key_out,  # [T, H, D] dtype of key
     cache,  # buffer of the cache, model dtype or bits of fp8; written in place
-    query,  # [T, Hq, D] model dtype, or qkv [T, (Hq + 2 * H) * D]
+    query,  # [T, Hq, D] model dtype, or qkv [T, (Hq + H) * D + H * Dv]
     key,  # [T, H, D] model dtype, or qkv
-    value,  # [T, H, D] model dtype, or qkv
+    value,  # [T, H, Dv] model dtype, or qkv
     q_weight,  # [D] f32 of the norm, or None
     k_weight,  # [D] f32 of the norm, or None
     positions,  # [T] i32, [3, T] with mrope
@@ -56,6 +56,8 @@ def rope_update_kernel(
     SLOTS: tl.constexpr = S.slots
     KEY: tl.constexpr = S.slots.key
     VALUE: tl.constexpr = S.slots.value
+    VALUE_SIZE: tl.constexpr = S.value_size
+    VALUE_PAD: tl.constexpr = S.value_pad
     STORED: tl.constexpr = S.slots.dtype
     QUERY_DTYPE: tl.constexpr = S.query_dtype
     KEY_DTYPE: tl.constexpr = S.key_dtype
@@ -73,7 +75,7 @@ def rope_update_kernel(
         k_head = (group - S.query_groups) * S.block_heads
         k_rows, k_ok = head_rows(key + S.key_start, token, k_head, num_tokens, S.num_kv_heads, S.key_row, S)
         k_ahead = load_head(k_rows, k_ok, S)
-        v_ahead = load_rows(value + S.value_start, k_head, token, k_ok, S.key_row, S)
+        v_ahead = load_rows(value + S.value_start, k_head, token, k_ok, S.value_row, VALUE_SIZE, VALUE_PAD)
         slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
         layer_index = tl.load(layer)
         k_cos, k_sin = load_cos_sin(cos_sin, positions, token, is_token, num_tokens, S)
@@ -87,7 +89,7 @@ def rope_update_kernel(
             if i + 1 < COUNT:
                 k_rows, k_ok = head_rows(key + S.key_start, token, k_head + i + 1, num_tokens, S.num_kv_heads, S.key_row, S)
                 k_ahead = load_head(k_rows, k_ok, S)
-                v_ahead = load_rows(value + S.value_start, k_head + i + 1, token, k_ok, S.key_row, S)
+                v_ahead = load_rows(value + S.value_start, k_head + i + 1, token, k_ok, S.value_row, VALUE_SIZE, VALUE_PAD)
             key_scale = side_scale(k_scale, layer_index, real, SLOTS.k_scale_heads, SLOTS)
             value_scale = side_scale(v_scale, layer_index, real, SLOTS.v_scale_heads, SLOTS)
             k_first, k_second, k_rest = normed_head(k_first, k_second, k_rest, k_weight, KEY_DTYPE, S)
@@ -97,4 +99,4 @@ def rope_update_kernel(
             key_base = side_base(cache, layer_index, real, KEY, STORED)
             key_ok = k_is_row & (slot >= 0) & (slot < S.slots.num_slots)
             store_key(key_base, offsets, key_ok, key_scale, k_first, k_second, k_rest, S)
-            write_rows(cache, v_rows, value_scale, layer_index, real, slot, k_is_row, VALUE, S)
+            write_rows(cache, v_rows, value_scale, layer_index, real, slot, k_is_row, VALUE, VALUE_SIZE, VALUE_PAD, S)

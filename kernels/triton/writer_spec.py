@@ -42,8 +42,8 @@ class UpdateSpec:
     Attributes:
       block_tokens: tokens of a program.
       num_kv_heads: H.
-      head_size: D.
-      head_pad: D rounded up to a power of two.
+      head_size, value_size: D of a key, Dv of a value.
+      head_pad, value_pad: those rounded up to a power of two.
       slots: the cache.
       interpreted: Triton's interpreter runs the kernel.
     """
@@ -52,6 +52,8 @@ class UpdateSpec:
     num_kv_heads: int
     head_size: int
     head_pad: int
+    value_size: int
+    value_pad: int
     slots: CacheSlots
     interpreted: bool
 
@@ -63,15 +65,15 @@ class RotarySpec:
     Attributes:
       block_tokens, block_heads: tokens and heads of a program.
       num_heads, num_kv_heads: Hq, H.
-      head_size: D.
-      head_pad: D rounded up to a power of two.
+      head_size, value_size: D, and Dv of a value; 0 where no value is written.
+      head_pad, value_pad: those rounded up to a power of two.
       is_neox: channel j is paired with j + half, else 2j with 2j + 1.
       half: pairs of a head, R / 2.
       half_pad: `half` rounded up to a power of two.
       rest_pad: channels from R on, rounded up to a power of two; 0 for none.
       num_positions: P.
       query_dtype, key_dtype: JAX names.
-      query_row, key_row: elements from a token to the next of the queries, and of the keys and values.
+      query_row, key_row, value_row: elements from a token to the next of the queries, of the keys, and of the values.
       key_start, value_start: elements from the start of a token's row to its keys and to its values, where both are parts of a qkv array.
       mrope_section: pairs that take the time, height and width position, or ().
       is_interleaved: the three kinds of pairs alternate, else they follow one another.
@@ -95,6 +97,9 @@ class RotarySpec:
     key_dtype: str
     query_row: int
     key_row: int
+    value_row: int = 0
+    value_size: int = 0
+    value_pad: int = 0
     key_start: int = 0
     value_start: int = 0
     mrope_section: tuple[int, ...] = ()

@@ -26,7 +26,8 @@ def test_attention_over_what_was_written(kind, dtype, cache_dtype, order, size, 
     cache, query = batch.cache_before(order=order), jnp.asarray(batch.query)
     assert cache.spec.value_size == value_size
     for layer in range(2):
-        cache = pp.update_cache(cache, batch.new_keys[layer], batch.new_values[layer], batch.metadata.slot_mapping, layer=layer)
+        new = batch.new_keys[layer], batch.new_values[layer], batch.metadata.slot_mapping
+        cache = pp.update_cache(cache, *new, layer=layer, implementation=implementation)
     np.testing.assert_array_equal(np.asarray(cache.data), np.asarray(batch.cache(order=order).data))
     options = {"sinks": [0.3, -1.0, 5.0, -np.inf], "sliding_window": 20}
     out, lse = pp.paged_attention(query, cache, batch.metadata, layer=1, return_lse=True, implementation=implementation, **options)
@@ -70,20 +71,26 @@ def test_blocks_and_logical_contents_keep_every_bit(order):
     assert pp.CacheSpec.from_json(cache.spec.to_json()) == cache.spec
 
 
-def test_the_fused_writers():
-    batch = random_batch(5, dtype=F32, head_size=48, head_size_v=16)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("size, value_size", [(48, 16), (32, 48)])
+@pytest.mark.parametrize("cache_dtype", [F32, E4M3], ids=str)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_the_fused_writers(is_neox, cache_dtype, size, value_size, implementation):
+    batch = random_batch(5, dtype=F32, cache_dtype=cache_dtype, head_size=size, head_size_v=value_size, scales="head")
     rng = np.random.default_rng(0)
-    table = rng.uniform(-1, 1, (64, 48)).astype(np.float32)
+    table = rng.uniform(-1, 1, (64, 16)).astype(np.float32)
     query, key, value = (np.nan_to_num(x) for x in (batch.query, batch.key, batch.value))
     cache, slots, positions = batch.cache_before(), batch.metadata.slot_mapping, batch.positions
-    _, rotated, written = pp.rope_and_update_cache(query, key, value, positions, table, cache, slots)
-    assert_close(rotated, reference_rope(positions, key, table, is_neox=True), dtype=F32)
+    how = {"is_neox": is_neox, "implementation": implementation}
+    _, rotated, written = pp.rope_and_update_cache(query, key, value, positions, table, cache, slots, **how)
+    assert_close(rotated, reference_rope(positions, key, table, is_neox=is_neox), dtype=F32)
     np.testing.assert_array_equal(np.asarray(written.data), np.asarray(pp.update_cache(cache, rotated, value, slots).data))
     qkv = np.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
-    weights = rng.standard_normal((2, 48)).astype(np.float32)
-    wide = np.concatenate([qkv[:, : 6 * 48], np.zeros((len(qkv), 2 * 48), np.float32)], axis=1)
-    expected = reference_qk_norm_rope(wide, *weights, positions, table, num_heads=4)
-    made = pp.qk_norm_rope_and_update_cache(qkv, *weights, positions, table, cache, slots, num_heads=4)
+    weights = rng.standard_normal((2, size)).astype(np.float32)
+    wide = np.concatenate([qkv[:, : 6 * size], np.zeros((len(qkv), 2 * size), np.float32)], axis=1)
+    expected = reference_qk_norm_rope(wide, *weights, positions, table, num_heads=4, is_neox=is_neox)
+    made = pp.qk_norm_rope_and_update_cache(qkv, *weights, positions, table, cache, slots, num_heads=4, **how)
     for found, wanted in zip(made[:2], expected, strict=False):
         assert_close(found, wanted, dtype=F32)
     np.testing.assert_array_equal(np.asarray(made[2]), value)
