@@ -210,7 +210,8 @@ def page() -> str:
         "",
         "<!-- made by tests/test_models.py from docs/models.toml -->",
         "",
-        f"{len(MODELS)} attention layers of published models, entered by hand; corrections are welcome. Each kind of layer that is served",
+        f"{len(MODELS)} attention layers of published models, entered by hand; corrections are welcome. {len(PUBLISHED)} of them are",
+        "compared with the configurations of `transformers` whose defaults describe them. Each kind of layer that is served",
         "runs in the tests, at a reduced length and with random numbers, through `xla`, Triton's interpreter and the backends that",
         "serve it, against the float64 oracle. Heads are query and KV heads; a size with a slash is that of keys and values. Where kinds",
         "differ, `sliding_window` may be data, so that one `lax.scan` runs over all layers; chunks, prefixes and images are",
@@ -241,6 +242,66 @@ def page() -> str:
         "(a table beside `alibi_slopes`).",
     ]
     return "\n".join(lines) + "\n"
+
+
+PUBLISHED = {
+    "Llama 2 7B": "LlamaConfig",
+    "Llama 4 Scout": "Llama4TextConfig",
+    "Llama 4 Maverick": "Llama4TextConfig",
+    "Mistral 7B v0.1": "MistralConfig",
+    "Mixtral 8x7B": "MixtralConfig",
+    "Gemma 7B": "GemmaConfig",
+    "Gemma 2 2B": "Gemma2Config",
+    "gpt-oss 120B": "GptOssConfig",
+    "Falcon 7B": "FalconConfig",
+    "GPT-2": "GPT2Config",
+    "GPT-J 6B": "GPTJConfig",
+    "GPT-NeoX 20B": "GPTNeoXConfig",
+    "Command R 35B": "CohereConfig",
+    "OLMo 2 7B": "Olmo2Config",
+    "GLM-4 9B": "GlmConfig",
+    "MiniCPM3 4B": "MiniCPM3Config",
+    "DeepSeek-V3, keys and values expanded": "DeepseekV3Config",
+    "BERT base": "BertConfig",
+    "ModernBERT base": "ModernBertConfig",
+    "MiMo-V2-Flash, full layers": "MiMoV2FlashConfig",
+    "MiMo-V2-Flash, window layers": "MiMoV2FlashConfig",
+}
+"""Rows whose model is the one that the defaults of a configuration of `transformers` describe."""
+
+
+def published(name):
+    """Facts of a row as `transformers` has them; a fact that the configuration does not state is left out."""
+    config = getattr(pytest.importorskip("transformers"), PUBLISHED[name])()
+
+    def get(*names):
+        return next((getattr(config, each) for each in names if getattr(config, each, None) is not None), None)
+
+    heads, size = get("num_attention_heads"), get("head_dim") or get("hidden_size") // get("num_attention_heads")
+    kv_heads = get("num_key_value_heads") or (1 if get("multi_query") else heads)
+    kinds, window = list(get("layer_types") or ()), get("sliding_window")
+    facts = {"layers": get("num_hidden_layers"), "heads": [heads, kv_heads], "size": size, "cap": get("attn_logit_softcapping")}
+    if get("qk_nope_head_dim"):  # keys have channels with and without a position
+        facts["size"] = get("qk_nope_head_dim") + get("qk_rope_head_dim")
+    if get("v_head_dim"):
+        facts["value_size"] = get("v_head_dim")
+    if PUBLISHED[name] == "ModernBertConfig":
+        window += 1  # the row counts the key itself, on both sides
+    if PUBLISHED[name] == "MiMoV2FlashConfig":  # its windows have twice the KV heads and sinks, and the class adds the query to the window
+        is_window = "window" in name
+        kinds = [kind for kind in kinds if (kind == "sliding_attention") == is_window]
+        facts |= {"layers": len(kinds), "heads": [heads, kv_heads * 2 if is_window else kv_heads]}
+        window -= 1
+    spelt = {"full_attention": "full", "sliding_attention": f"window {window}", "chunked_attention": f"chunk {get('attention_chunk_size')}"}
+    facts["kinds"] = sorted({spelt[kind] for kind in kinds} or {f"window {window}" if window else "full"})
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_row_has_the_heads_sizes_and_masks_that_transformers_has(name):
+    (row,) = (model for model in MODELS if model["name"] == name)
+    facts = published(name)
+    assert {fact: sorted(row[fact]) if fact == "kinds" else row.get(fact) for fact in facts} == facts
 
 
 def test_the_page_is_made_of_the_table():

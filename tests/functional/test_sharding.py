@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from processes import run_python
+from sharded import MESHES
 
 import purepage as pp
 from purepage.sharding import Collective, Shardings, collectives, join_metadata, validate_metadata
@@ -246,17 +247,14 @@ def test_the_other_operations_over_every_mesh(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_every_writer_and_dtype_over_every_mesh(kind, implementation):
-    if implementation == "triton":
-        pytest.importorskip("triton")
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_writer_and_dtype_over_every_mesh(mesh, kind, implementation):
     run_cases(
         f"""
-        for mesh in MESHES:
-            for write, dtype in (("rope", "float8_e4m3fn"), ("qk_norm", "float32"), ("update", "bfloat16")):
-                check_step(mesh, "{kind}", "{implementation}", write=write, dtype=dtype, eager=True)
-            masks = (), (("sliding_window", 20), ("traced", True)), (("ranges", True), ("sliding_window", 9))
-            for options in masks:
-                check_step(mesh, "{kind}", "{implementation}", mode="mixed", options=options)
+        for write, dtype in (("rope", "float8_e4m3fn"), ("qk_norm", "float32"), ("update", "bfloat16")):
+            check_step("{mesh}", "{kind}", "{implementation}", write=write, dtype=dtype, eager=True)
+        for options in ((), (("sliding_window", 20), ("traced", True)), (("ranges", True), ("sliding_window", 9))):
+            check_step("{mesh}", "{kind}", "{implementation}", mode="mixed", options=options)
         """,
         triton=implementation == "triton",
     )
