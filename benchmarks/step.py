@@ -98,7 +98,7 @@ FORMS = {"unrolled": unrolled, "scan": scanned, "scan of 4 layers": partial(scan
 
 
 def step_rows(
-    *, implementation: str, bridges: tuple[str, ...], sizes: dict[str, int] | None = None, verbose: bool = False
+    *, implementation: str, bridges: tuple[str | None, ...], sizes: dict[str, int] | None = None, verbose: bool = False
 ) -> Iterator[Row]:
     """First the kernels alone, then each form through each bridge."""
     cache, rest = step_inputs(**(sizes or {}))
@@ -113,9 +113,9 @@ def step_rows(
     wanted = None
     for bridge in bridges:
         for form, function in FORMS.items():
-            row = {**base, "contender": f"{form}, {bridge}" if implementation == "triton" else f"{form}, {implementation}"}
+            row = {**base, "contender": f"{form}, {bridge or 'automatic'}" if implementation == "triton" else f"{form}, {implementation}"}
 
-            def measure(function: Callable[..., Any] = function, bridge: str = bridge, wanted: Any = wanted) -> Row:
+            def measure(function: Callable[..., Any] = function, bridge: str | None = bridge, wanted: Any = wanted) -> Row:
                 return _one_step(function, cache, rest, implementation, bridge, wanted)
 
             row = guarded(row, measure, verbose=verbose)
@@ -127,7 +127,7 @@ def step_rows(
             release_memory()
 
 
-def _one_step(function: Callable[..., Any], cache: Any, rest: Row, implementation: str, bridge: str, wanted: Any) -> Row:
+def _one_step(function: Callable[..., Any], cache: Any, rest: Row, implementation: str, bridge: str | None, wanted: Any) -> Row:
     def program(query: Any, cache: Any, rest: Row) -> Any:
         with using_bridge(bridge):
             return function(query, cache, rest, implementation)

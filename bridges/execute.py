@@ -11,11 +11,11 @@ from ..kernels.launch import Program
 
 
 @contextmanager
-def using_bridge(bridge: str) -> Iterator[None]:
+def using_bridge(bridge: str | None) -> Iterator[None]:
     """Functions that are called inside run their Triton programs through `bridge`; part of the key of `jax.jit`.
 
     Args:
-      bridge: one of `purepage.functional.target.BRIDGES`.
+      bridge: one of `purepage.functional.target.BRIDGES`; None: the one that `choice.choose` takes.
 
     Raises:
       ValueError: another name.
@@ -31,7 +31,7 @@ def run(program: Program, arrays: Mapping[str, Array], bridge: str | None = None
       program: what to run.
       arrays: an array for each of `program.inputs`.
       bridge: "callback" (DLPack and Triton's own launcher), "jax_triton" (jax-triton's custom calls) or "native" (one custom call, launched
-        by a C++ handler without Python or torch); default: as the target's settings say.
+        by a C++ handler without Python or torch); default: as the target's settings say, else the one that `choice.choose` takes.
       target: what the program was planned for; default: the current target.
 
     Raises:
@@ -40,6 +40,12 @@ def run(program: Program, arrays: Mapping[str, Array], bridge: str | None = None
     """
     target = current_target() if target is None else target
     bridge = target.settings.bridge if bridge is None else bridge
+    if bridge is None and target.platform == "cpu":
+        bridge = "callback"
+    if bridge is None:
+        from .automatic import run_program
+
+        return run_program(program, arrays, target)
     if bridge not in BRIDGES:
         bad_value("bridge", bridge, f"None or one of {', '.join(map(repr, BRIDGES))}")
     if bridge == "callback":

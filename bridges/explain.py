@@ -5,7 +5,7 @@ function is traced anew for each explanation, whether it ran before or not, and 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,6 +21,8 @@ from ..functional.html import table
 from ..functional.literals import Implementation
 from ..functional.target import Target, assuming_target, current_target, named_target
 from ..kernels.launch import Buffer, Launch, Program
+from .automatic import Counter, counted
+from .choice import choose
 
 SHOWN_FACTS = (
     *("block_m", "block_tokens", "block_heads", "block_n", "masked_block_n", "split_tokens", "num_splits", "parts_per_step", "page_size"),
@@ -41,6 +43,7 @@ class Choice:
       unsupported_reasons: for each implementation why it can't serve the call or is not chosen; empty where it can.
       program: launches of the `triton` implementation where that is chosen, else None.
       bridge: how they reach XLA.
+      bridge_reason: why through this bridge.
       kernels: (name, grid) of each kernel of the `pallas` implementation where that is chosen.
       by_name: whether the implementation was asked for by name.
     """
@@ -52,6 +55,7 @@ class Choice:
     bridge: str
     kernels: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_name: bool = False
+    bridge_reason: str = ""
 
     def _able(self) -> str:
         """What is said of an implementation that could serve the call and is not the one."""
@@ -60,7 +64,7 @@ class Choice:
     def __str__(self) -> str:
         lines = [f"{self.operation}: {self.implementation or 'no implementation can serve it'}"]
         if self.program is not None:
-            lines += [f"  {line}" for line in _program_lines(self.program, self.bridge)]
+            lines += [f"  {line}" for line in _program_lines(self.program, self.bridge, self.bridge_reason)]
         elif self.implementation is not None:
             lines.append(f"  {WHAT_RUNS[self.implementation]}")
             lines += [f"  {number}. {name}: grid {'x'.join(map(str, grid))}" for number, (name, grid) in enumerate(self.kernels, 1)]
@@ -99,7 +103,7 @@ class Explanation:
             parts.append(table(f"{choice.operation} {where}: {choice.implementation or 'no implementation can serve it'}", rows))
             if program is not None:
                 launches = [launch_row(number, launch) for number, launch in enumerate(program.launches, 1)]
-                parts.append(table(f"launches, through the {choice.bridge} bridge", launches, head=LAUNCH_HEAD))
+                parts.append(table(f"launches, through the {choice.bridge} bridge: {choice.bridge_reason}", launches, head=LAUNCH_HEAD))
         return "".join(parts)
 
 
@@ -112,9 +116,9 @@ def launch_row(number: int, launch: Launch) -> tuple[Any, ...]:
     return number, launch.kernel.partition(":")[2], " x ".join(map(str, launch.grid)), launch.num_warps, launch.num_stages, tiles
 
 
-def _program_lines(program: Program, bridge: str) -> list[str]:
+def _program_lines(program: Program, bridge: str, reason: str) -> list[str]:
     written = f"writes {', '.join(program.updates)} in place" if program.updates else "writes none of its inputs"
-    lines = [f"through the {bridge} bridge; {written}"]
+    lines = [f"through the {bridge} bridge ({reason}); {written}"]
     lines += [f"{number}. {_launch_text(launch)}" for number, launch in enumerate(program.launches, 1)]
     if program.scratch:
         lines.append(f"scratch {format_bytes(sum(_nbytes(buffer) for _, buffer in program.scratch))}")
@@ -157,10 +161,11 @@ def explain(
         bad_type("function", function, "a function of purepage, such as pp.paged_attention")
     dispatch.check_implementation(implementation)
     target = current_target() if arch is None else named_target(arch)
-    found: list[Choice] = []
+    found: list[tuple[Choice, Counter]] = []
 
     def interceptor(operation: str, call: Any, asked: str | None) -> str:
-        found.append(_choice(operation, call, implementation or asked, target))
+        choice = _choice(operation, call, implementation or asked, target)
+        found.append((choice, counted() if choice.program is not None else Counter()))
         return "xla"  # it serves every call, and the trace is only for its shapes
 
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, CacheSpec))
@@ -176,7 +181,15 @@ def explain(
 
     with assuming_target(target), dispatch.intercept(interceptor):
         jax.eval_shape(shapes_only, [leaves[place] for place in traced])
-    return Explanation(target, tuple(found))
+    return Explanation(target, tuple(_with_bridge(choice, target, counter.calls) for choice, counter in found))
+
+
+def _with_bridge(found: Choice, target: Target, calls: int) -> Choice:
+    """What was found, and the bridge that the program takes among so many of its trace."""
+    if found.program is None:
+        return found
+    taken = choose(target, calls)
+    return replace(found, bridge=taken.bridge, bridge_reason=taken.why)
 
 
 def _with_caches(leaves: list[Any], tree: Any) -> tuple[list[Any], Any]:
@@ -199,7 +212,7 @@ def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Cho
     served = plans[chosen] if chosen is not None else None
     program = served.program if isinstance(served, dispatch.Plan) else None
     kernels = tuple(_pallas_kernels(jax.make_jaxpr(served.run)(call))) if chosen == "pallas" and isinstance(served, dispatch.Plan) else ()
-    return Choice(operation, chosen, reasons, program, target.settings.bridge, kernels, asked is not None)
+    return Choice(operation, chosen, reasons, program, "", kernels, asked is not None)
 
 
 def _pallas_kernels(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,14 +1,17 @@
 """The `triton` implementation: plans a call's launches from its shapes and the target, and runs them through a bridge."""
 
-import importlib.util
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+
+import jax
+from jax.core import Tracer
 
 from ..functional.dispatch import Plan, Unsupported
 from ..functional.errors import UnsupportedError
 from ..functional.target import Target, variable_of
 from ..kernels.launch import Program
-from . import trial
+from . import choice
 from .execute import run
 from .triton_calls import OPERATIONS, Operation
 from .triton_calls import SERVES as SERVES
@@ -16,28 +19,18 @@ from .triton_calls import SERVES as SERVES
 INTERPRETER_HINT = f"set {variable_of('interpret')}=1 in the environment before the first call"
 
 
-@cache
-def _missing_packages(bridge: str) -> tuple[str, ...]:
-    """Packages that are not installed."""
-    return tuple(package for package in _needed(bridge) if importlib.util.find_spec(package) is None)
-
-
-def _needed(bridge: str) -> tuple[str, ...]:
-    """The callback bridge hands Triton's launcher torch tensors; the others need no torch."""
-    return ("triton", "torch") if bridge == "callback" else ("triton",)
-
-
 def plan(operation: str, call: Any, target: Target, *, explicit: bool) -> Plan | Unsupported:
     """The launches that serve a call on `target`, or why there are none; see `purepage.functional.dispatch`."""
-    if missing := _missing_packages(target.settings.bridge):
-        return Unsupported((f"needs {' and '.join(missing)}, not installed here: pip install 'purepage[triton]'",))
+    refusal = choice.refusal(target)
+    if refusal is not None and not refusal[1]:
+        return Unsupported((refusal[0],))
     if target.platform == "cpu":
         if not explicit:
             return Unsupported(("runs on a CPU only through Triton's interpreter, which is for tests: ask for it by name",))
         if not target.settings.interpret:
             return Unsupported((f"runs on a CPU only through Triton's interpreter: {INTERPRETER_HINT}",))
-    elif why := trial.broken(_needed(target.settings.bridge), target):
-        return Unsupported((why,), broken=True)
+    elif refusal is not None:
+        return Unsupported((refusal[0],), broken=True)
     return plan_launches(operation, call, target)
 
 
@@ -56,7 +49,14 @@ def _planned(operation: str, shape: Any, target: Target, num_cus: int | None) ->
         program = described.plan(shape, target.arch, num_cus=num_cus)
     except UnsupportedError as error:
         return Unsupported((str(error).removeprefix("triton: "),))
-    return Plan(partial(_run, described, program, target), program)
+    compute = partial(_run, described, program, target)
+    return Plan(compute if target.platform == "cpu" else partial(_run_compiled, compute, jax.jit(compute)), program)
+
+
+def _run_compiled(compute: Callable[[Any], Any], compiled: Callable[[Any], Any], call: Any) -> Any:
+    """Outside a trace a call is one program of XLA: preparing the arguments of kernels costs one launch, not one for each of them."""
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(call))
+    return compute(call) if traced else compiled(call)
 
 
 def _run(described: Operation, program: Program, target: Target, call: Any) -> Any:

@@ -34,10 +34,11 @@ class Settings:
       ValueError, TypeError: a field that is no member of its closed set.
     """
 
-    bridge: str = _setting(
+    bridge: str | None = _setting(
         "PUREPAGE_BRIDGE",
-        "callback",
-        "How Triton launches reach XLA: `callback` (DLPack and Triton's launcher), `jax_triton`, or `native` (a C++ handler).",
+        None,
+        "How Triton launches reach XLA: `callback` (DLPack and Triton's launcher), `jax_triton`, or `native` (a C++ handler); unset: "
+        "`callback` where XLA records the launches and torch is healthy, else `native`.",
     )
     interpret: bool = _setting(
         "TRITON_INTERPRET", False, "Triton kernels run in Triton's interpreter, on a CPU. Triton reads it itself, too."
@@ -68,7 +69,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        if self.bridge not in BRIDGES:
+        if self.bridge is not None and self.bridge not in BRIDGES:
             bad_value("bridge", self.bridge, f"None or one of {', '.join(map(repr, BRIDGES))}")
         for each in fields(self):
             if isinstance(each.default, bool) and not isinstance(getattr(self, each.name), bool):
@@ -110,8 +111,8 @@ def settings_table() -> str:
     """The environment variables as a Markdown table, for the documentation."""
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for each in fields(Settings):
-        default = int(each.default) if isinstance(each.default, bool) else each.default
-        rows.append(f"| `{each.metadata['variable']}` | `{default}` | {each.metadata['meaning']} |")
+        default = f"`{int(each.default)}`" if isinstance(each.default, bool) else "unset"
+        rows.append(f"| `{each.metadata['variable']}` | {default} | {each.metadata['meaning']} |")
     return "\n".join(rows)
 
 

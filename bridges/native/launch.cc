@@ -14,18 +14,30 @@
 // The driver is the one that JAX itself has mapped (RTLD_NOLOAD): a second GPU runtime is never loaded. The handler is compatible with
 // command buffers: it neither allocates nor waits, and XLA's initialization stage loads the modules before anything is recorded.
 #include <dlfcn.h>
+#include <link.h>
 
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
+
+#ifdef PUREPAGE_PORTABLE  // the library of a wheel: it must load where glibc and libstdc++ are older than those that it is built with
+#if defined(__x86_64__)
+__asm__(".symver dlopen, dlopen@GLIBC_2.2.5");  // glibc 2.34 moved both from libdl to libc, under a new version
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#endif
+namespace std {
+__attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { throw bad_array_new_length(); }  // GCC 11's library has it
+}  // namespace std
+#endif
 
 namespace ffi = xla::ffi;
 
@@ -86,6 +98,24 @@ void Resolve(void* library, const char* name, Function* function, Driver* driver
   if (*function == nullptr) driver->missing = std::string("the mapped GPU driver has no ") + name;
 }
 
+// JAX's plugin for ROCm where it is mapped, else null. Of several HIP runtimes in a process it has the functions of the one that it was
+// linked to.
+void* RocmPlugin() {
+  std::vector<std::string> plugins;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* found) {
+        std::string path = info->dlpi_name == nullptr ? "" : info->dlpi_name;
+        if (path.find("xla_rocm_plugin") != std::string::npos) static_cast<std::vector<std::string>*>(found)->push_back(path);
+        return 0;
+      },
+      &plugins);
+  for (const std::string& path : plugins) {
+    void* plugin = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+    if (plugin != nullptr && dlsym(plugin, "hipModuleLaunchKernel") != nullptr) return plugin;
+  }
+  return nullptr;
+}
+
 Driver FindDriver() {
   Driver driver;
   if (void* cuda = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD)) {
@@ -97,14 +127,16 @@ Driver FindDriver() {
     driver.encode = reinterpret_cast<decltype(driver.encode)>(dlsym(cuda, "cuTensorMapEncodeTiled"));
     return driver;
   }
+  void* hip = RocmPlugin();
   for (const char* name : {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}) {
-    if (void* hip = dlopen(name, RTLD_NOW | RTLD_NOLOAD)) {
-      Resolve(hip, "hipModuleLoadData", &driver.load, &driver);
-      Resolve(hip, "hipModuleGetFunction", &driver.find, &driver);
-      Resolve(hip, "hipModuleLaunchKernel", &driver.launch, &driver);
-      Resolve(hip, "hipGetDevice", &driver.device, &driver);
-      return driver;
-    }
+    if (hip == nullptr) hip = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+  }
+  if (hip != nullptr) {
+    Resolve(hip, "hipModuleLoadData", &driver.load, &driver);
+    Resolve(hip, "hipModuleGetFunction", &driver.find, &driver);
+    Resolve(hip, "hipModuleLaunchKernel", &driver.launch, &driver);
+    Resolve(hip, "hipGetDevice", &driver.device, &driver);
+    return driver;
   }
   driver.missing = "neither libcuda.so.1 nor libamdhip64.so is mapped into this process";
   return driver;
@@ -279,14 +311,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_initialize, Initialize,
                                   .Attr<std::string_view>("modules")
                                   .Attr<ffi::Span<const int64_t>>("launches"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_execute, Execute,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<void*>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::string_view>("program")
-                                  .Attr<int64_t>("digest")
-                                  .Attr<std::string_view>("symbols")
-                                  .Attr<std::string_view>("modules")
-                                  .Attr<ffi::Span<const int64_t>>("launches"),
-                              {ffi::Traits::kCmdBufferCompatible});
+static auto Execution() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<void*>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<std::string_view>("program")
+      .Attr<int64_t>("digest")
+      .Attr<std::string_view>("symbols")
+      .Attr<std::string_view>("modules")
+      .Attr<ffi::Span<const int64_t>>("launches");
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_execute, Execute, Execution(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_execute_unrecorded, Execute, Execution());
+
+// The version of XLA's interface that this was built for: 1000 * major + minor.
+extern "C" int purepage_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }

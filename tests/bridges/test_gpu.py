@@ -25,14 +25,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a GP
 BF16, F16, F32, E4M3, E5M2 = (
     np.dtype(d) for d in (ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 )
-BRIDGES = ("callback", "jax_triton", "native")
+BRIDGES = ("callback", "jax_triton", "native", None)
 
 
 def unavailable(bridge):
-    return None if bridge == "callback" else importlib.import_module(f"purepage.bridges.{bridge}").unavailable()
+    return None if bridge in ("callback", None) else importlib.import_module(f"purepage.bridges.{bridge}").unavailable()
 
 
-@pytest.fixture(params=BRIDGES)
+@pytest.fixture(params=BRIDGES, ids=lambda bridge: bridge or "automatic")
 def bridge(request):
     if reason := unavailable(request.param):
         pytest.skip(reason)
@@ -235,7 +235,7 @@ def test_a_step_over_layers_is_in_place_and_right(bridge):
     np.testing.assert_allclose(np.asarray(looped[2])[: batch.num_tokens], total[: batch.num_tokens], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", BRIDGES[1:])
+@pytest.mark.parametrize("other", BRIDGES[1:], ids=lambda bridge: bridge or "automatic")
 def test_bridges_give_the_same_bits(other):
     if reason := unavailable(other):
         pytest.skip(reason)

@@ -17,7 +17,7 @@ from purepage.testing import random_batch
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-MI300X = Target("rocm", "gfx942", 304, 64, Settings())
+MI300X = Target("rocm", "gfx942", 304, 64, Settings(bridge="callback"))
 MAPS = """\
 7f00-7f01 r-xp 00000000 fe:01 11    /opt/rocm/lib/libamdhip64.so.7.2
 7f01-7f02 rw-p 00001000 fe:01 11    /opt/rocm/lib/libamdhip64.so.7.2
@@ -102,7 +102,7 @@ def test_a_second_hip_runtime_is_refused_with_both_paths(monkeypatch, tmp_path):
     planned = plan_with("triton", "paged_attention", call(), MI300X, explicit=True)
     assert isinstance(planned, Unsupported) and planned.broken
     assert "/opt/rocm/lib/libamdhip64.so.7.2 and /venv/lib/" in planned.reasons[0]
-    cuda = Target("cuda", "sm_90", 132, 32, Settings())
+    cuda = Target("cuda", "sm_90", 132, 32, Settings(bridge="callback"))
     assert not isinstance(plan_with("triton", "paged_attention", call(), cuda, explicit=True), Unsupported)
 
 

@@ -1,0 +1,88 @@
+"""Which bridge carries a program's launches where none is named: `choose`, and why.
+
+DLPack (`callback`) where torch is healthy and XLA records the launches; there a launch costs the same through each bridge. `native` where
+Python would run for every launch, or torch can't.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ..functional.target import Target, variable_of
+from . import trial
+from .native import library
+
+RECORDED_FROM = 5
+"""Commands in a row that XLA records in a command buffer (its default of `--xla_gpu_graph_min_graph_size`). A program is one command."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A bridge, and why it is the one."""
+
+    bridge: str
+    why: str
+
+
+def needed_packages(bridge: str) -> tuple[str, ...]:
+    """The callback bridge hands Triton's launcher torch tensors; the others need no torch."""
+    return ("triton", "torch") if bridge == "callback" else ("triton",)
+
+
+@cache
+def missing_packages(packages: Sequence[str]) -> tuple[str, ...]:
+    """Those that are not installed."""
+    return tuple(package for package in packages if importlib.util.find_spec(package) is None)
+
+
+def torch_failure(target: Target) -> str | None:
+    """Why this process can't hand torch tensors to Triton's launcher; None where it can."""
+    if missing_packages(("torch",)):
+        return "torch is not installed"
+    return trial.broken(("torch",), target)
+
+
+def refusal(target: Target) -> tuple[str, bool] | None:
+    """(Why no launch can go through the bridge of these settings here, is an installed package broken); None where one can.
+
+    Args:
+      target: what is planned for. It need not be this machine: nothing is built or loaded, but for a trial import on a GPU.
+    """
+    named = target.settings.bridge
+    if named is None and target.platform != "cpu" and library.obstacle() is None:
+        named = "native"  # needs less than `callback`
+    packages = needed_packages(named or "callback")
+    hint = "" if target.settings.bridge or target.platform == "cpu" else f"; the native bridge needs no torch, but {library.obstacle()}"
+    if missing := missing_packages(packages):
+        hint = hint if "torch" in missing else ""
+        return f"needs {' and '.join(missing)}, not installed here: pip install 'purepage[triton]'{hint}", False
+    if target.platform != "cpu" and (why := trial.broken(packages, target)):
+        return why + hint, True
+    return None
+
+
+def choose(target: Target, calls: int, *, exported: bool = False) -> Choice:
+    """The bridge of a program, and why.
+
+    Args:
+      target: what it was planned for. As in `refusal`, nothing is built or loaded.
+      calls: programs in the traced function, or the body of the loop, that this one is in.
+      exported: whether `jax.export` asks.
+    """
+    settings = target.settings
+    if settings.bridge is not None:
+        return Choice(settings.bridge, f"asked for by {variable_of('bridge')} or using_bridge")
+    if target.platform == "cpu":
+        return Choice("callback", "the interpreter's")
+    if why := library.obstacle():
+        return Choice("callback", f"the native bridge can't be loaded: {why}")
+    if why := torch_failure(target):
+        return Choice("native", why)
+    if exported:
+        return Choice("native", "an exported function can't call Python")
+    if not settings.command_buffer:
+        return Choice("native", f"{variable_of('command_buffer')} is off, so the callback bridge would run Python for each call")
+    if calls < RECORDED_FROM:
+        return Choice("native", f"XLA records no less than {RECORDED_FROM} commands in a row, and {calls} of this library may be all")
+    return Choice("callback", f"{calls} programs in a row, which XLA records")
