@@ -3,6 +3,15 @@
 Runs on a GPU are in test_gpu.py.
 """
 
+import base64
+import ctypes
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +23,10 @@ from purepage.bridges.native import library
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
+
+_SCRIPT = importlib.util.spec_from_file_location("platform_wheel", Path(__file__).parents[2] / ".ci" / "platform_wheel.py")
+platform_wheel = importlib.util.module_from_spec(_SCRIPT)
+_SCRIPT.loader.exec_module(platform_wheel)
 
 needs_compiler = pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
 
@@ -37,10 +50,62 @@ PACK = """
 
 
 @needs_compiler
-def test_the_handler_builds_with_the_headers_of_the_installed_jaxlib(tmp_path):
-    built = library.build(tmp_path / "handler.so")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_the_handler_builds_with_the_headers_of_the_installed_jaxlib_for_older_systems(tmp_path):
+    built = library.build(tmp_path / "handler.so", platform_wheel.OPTIONS)
     assert built.exists() and [path.name for path in tmp_path.iterdir()] == ["handler.so"]
-    assert library.header_version(jax.ffi.include_dir())[0] == 0
+    version = library.header_version(jax.ffi.include_dir())
+    assert ctypes.CDLL(str(built)).purepage_ffi_version() == 1000 * version[0] + version[1]
+    dump = subprocess.run(["objdump", "-p", "-T", str(built)], capture_output=True, text=True, check=True).stdout
+    assert "GLIBC_2" in dump and "libstdc++.so.6" in dump and platform_wheel.too_new(dump) == []
+
+
+def test_what_an_older_system_lacks_is_told():
+    dump = """
+  NEEDED               libcudart.so.12
+  NEEDED               libc.so.6
+0000 DF *UND* 0000 (GLIBC_2.34) dlopen
+0000 DF *UND* 0000 (GLIBC_2.2.5) free
+0000 DF *UND* 0000 (GLIBCXX_3.4.29) _ZSt28__throw_bad_array_new_lengthv
+"""
+    assert platform_wheel.too_new(dump) == ["GLIBCXX_3.4.29", "GLIBC_2.34", "libcudart.so.12"]
+
+
+def test_a_platform_wheel_is_the_pure_one_and_the_library(tmp_path):
+    """Its RECORD lists every file with its hash, and its tag is the platform's."""
+    files = {
+        "purepage/bridges/native/launch.cc": b"source",
+        "purepage-1.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "purepage-1.dist-info/RECORD": b"",
+    }
+    pure = tmp_path / "purepage-1-py3-none-any.whl"
+    with zipfile.ZipFile(pure, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    made = platform_wheel.with_library(pure, "libpurepage_launch-ffi0.3.so", b"library", "manylinux_2_27_x86_64")
+    assert made.name == "purepage-1-py3-none-manylinux_2_27_x86_64.whl"
+    with zipfile.ZipFile(made) as archive:
+        assert set(archive.namelist()) == {*files, "purepage/bridges/native/libpurepage_launch-ffi0.3.so"}
+        assert archive.read("purepage-1.dist-info/WHEEL").splitlines()[1:] == [
+            b"Root-Is-Purelib: false",
+            b"Tag: py3-none-manylinux_2_27_x86_64",
+        ]
+        lines = archive.read("purepage-1.dist-info/RECORD").decode().splitlines()
+        assert lines[-1] == "purepage-1.dist-info/RECORD,,"
+        for line in lines[:-1]:
+            name, digest, size = line.split(",")
+            found = hashlib.sha256(archive.read(name)).digest()
+            assert digest == "sha256=" + base64.urlsafe_b64encode(found).decode().rstrip("=") and int(size) == len(archive.read(name))
+        assert len(lines) == len(archive.namelist())
+
+
+def test_xla_takes_a_library_of_its_own_major_version_and_no_newer_minor_one(monkeypatch, tmp_path):
+    (tmp_path / library.prebuilt_name((0, 4))).touch()
+    found = {}
+    for runtime in ((0, 3), (0, 4), (0, 11), (1, 4)):
+        monkeypatch.setattr(library, "header_version", lambda folder, runtime=runtime: runtime)
+        found[runtime] = library.prebuilt(tmp_path) is not None
+    assert found == {(0, 3): False, (0, 4): True, (0, 11): True, (1, 4): False}
 
 
 def test_without_a_compiler_the_bridge_says_so(monkeypatch, tmp_path):
