@@ -30,6 +30,8 @@ class PrefillConfig:
       masked_block_n: keys of a masked iteration; 0 is `block_n`. Fewer keys leave more registers for the masks.
       kv_descriptor: blocks of keys and values within one page come through a tensor descriptor, where the cache is a matrix with a token
         a row.
+      one_loop_tiles: sequences of at most so many tiles are attended in one loop, see `purepage.kernels.triton.kv_loop.attend_all`.
+      phase_bytes: where the longest sequence's keys and values are more, some heads are attended after the others; 0 never.
       page_copy_from: from this many rows of a KV head on, pages that no descriptor can read are copied first; 0 never copies.
       measured: device and sweep, or None.
     """
@@ -46,6 +48,8 @@ class PrefillConfig:
     late_clamp: bool = False
     masked_block_n: int = 0
     kv_descriptor: bool = False
+    one_loop_tiles: int = 0
+    phase_bytes: int = 0
     page_copy_from: int = 0
     measured: str | None = None
 
@@ -62,6 +66,8 @@ class DecodeConfig:
       options, reload_query, partial_sums, late_clamp, masked_block_n, measured: as in `PrefillConfig`.
       values_first: the loads of the values are issued before the scores are computed, where the loop is not pipelined.
       reduce_num_warps: warps of the reduction.
+      one_loop: one loop that masks every tile serves decode of one token a sequence, see `purepage.kernels.triton.kv_loop.attend_all`.
+      whole_tiles: sequences of at most so many tiles are not split, where there are as many programs as compute units.
     """
 
     block_n: int
@@ -76,6 +82,8 @@ class DecodeConfig:
     masked_block_n: int = 0
     values_first: bool = False
     reduce_num_warps: int = 4
+    one_loop: bool = False
+    whole_tiles: int = 0
     measured: str | None = None
 
 

@@ -6,7 +6,8 @@ from typing import Any
 from .configs import ANY, FP8, KV_DESCRIPTOR, DecodeConfig, PrefillConfig
 from .facts import KIB, OCP, Arch
 
-OPTIMISTIC: Mapping[str, Any] = {"optimistic": True, "frozen_max": True, "partial_sums": 8}
+OPTIMISTIC: Mapping[str, Any] = {"optimistic": True, "frozen_max": True, "partial_sums": 8, "one_loop_tiles": 4, "phase_bytes": 16 << 20}
+DECODE: Mapping[str, Any] = {"one_loop": True, "whole_tiles": 4, "reduce_num_warps": 1}
 FETCHED: Mapping[str, Any] = {**OPTIMISTIC, "kv_descriptor": True, "page_copy_from": 1024}
 
 ARCH = Arch(
@@ -34,13 +35,11 @@ ARCH = Arch(
     },
     decode={
         ANY: {
-            64: DecodeConfig(64, 2, 3, 4, 128, reduce_num_warps=1, measured="H200: best of twelve at 64x8192, D 64, bf16"),
-            128: DecodeConfig(
-                64, 4, 3, 2, 128, reduce_num_warps=1, measured="H200: within 1 % of the best of thirty at 64x8192 and 256x2048, bf16"
-            ),
-            256: DecodeConfig(32, 4, 3, 2, 64, reduce_num_warps=1),
-            512: DecodeConfig(32, 8, 2, 1, 64, reduce_num_warps=1),
+            64: DecodeConfig(64, 2, 3, 4, 128, **DECODE, measured="H200: best of twelve at 64x8192, D 64, bf16"),
+            128: DecodeConfig(64, 4, 3, 2, 128, **DECODE, measured="H200: within 1 % of the best of thirty at 64x8192 and 256x2048, bf16"),
+            256: DecodeConfig(32, 4, 3, 2, 64, **DECODE),
+            512: DecodeConfig(32, 8, 2, 1, 64, **DECODE),
         },
-        FP8: {128: DecodeConfig(64, 2, 3, 4, 64, partial_sums=16, reduce_num_warps=1, measured="H200: best of thirty at 64x8192, D 128")},
+        FP8: {128: DecodeConfig(64, 2, 3, 4, 64, partial_sums=16, **DECODE, measured="H200: best of thirty at 64x8192, D 128")},
     },
 )

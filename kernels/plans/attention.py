@@ -17,6 +17,8 @@ from .sizes import ceil_div, next_power_of_two
 PREFILL_KERNEL = "purepage.kernels.triton.prefill:paged_attention_prefill"
 DECODE_KERNEL = "purepage.kernels.triton.decode:paged_attention_decode"
 REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
+FLOATS_PER_THREAD = 128
+"""Scores and sums of a decode program, float32, that a thread of an NVIDIA GPU keeps in registers."""
 MAX_WINDOW = 2**30
 """No sequence has as many tokens."""
 
@@ -109,7 +111,8 @@ def plan_paged_attention(
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
-    split_row = _fit(shape, facts, _row(facts.decode, shape, facts), split, lambda row: _split_rows(shape, row)[2])
+    chosen = _with_warps(shape, facts, _row(facts.decode, shape, facts))
+    split_row = _fit(shape, facts, chosen, split, lambda row: _split_rows(shape, row)[2])
     split_tokens = _split_rows(shape, split_row)[1]
     uses_tiled = shape.max_query_len > split_tokens
     if uses_tiled and shape.num_seqs == 1:
@@ -208,6 +211,18 @@ def _split_rows(shape: PagedAttentionShape, row: DecodeConfig) -> tuple[int, int
     return heads, tokens, max(16, next_power_of_two(heads * tokens))
 
 
+def _with_warps(shape: PagedAttentionShape, arch: Arch, row: DecodeConfig) -> DecodeConfig:
+    """`row` with as many warps as its scores and sums need: many heads of one KV head fill more rows than the table's warps can hold.
+
+    A thread has 255 registers. Half of them are for the operands on their way and for addresses.
+    """
+    rows = _split_rows(shape, row)[2]
+    values = rows * (shape.value_pad + row.block_n)
+    while arch.vendor == "nvidia" and row.num_warps < 8 and values > FLOATS_PER_THREAD * arch.wave_size * row.num_warps:
+        row = replace(row, num_warps=2 * row.num_warps, measured=None)
+    return row
+
+
 def _inputs(shape: PagedAttentionShape) -> dict[str, Buffer]:
     spec = shape.cache
     scales = (spec.num_layers, spec.num_kv_heads) if shape.scales_per_head else (spec.num_layers,)
@@ -279,6 +294,7 @@ def _spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig | DecodeCon
         partial_sums=sums_of(row),
         late_clamp=row.late_clamp,
         amd=arch.vendor == "amd",
+        by_vector=arch.vendor != "amd" and 1 < key.d_vector == key.token_outer and not channels_at_a_time(shape.head_pad, row),
         **cut,
     )
 
@@ -291,8 +307,29 @@ def _prefill_spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig, sp
     heads, tokens, rows = _tiled_rows(shape, row)
     spec = _spec(shape, arch, row, split_tokens=split_tokens, block_heads=heads, block_tokens=tokens, block_m=rows)
     optimistic = row.optimistic and not spec.rows_see_same_keys
+    one_loop = ceil_div(_longest_span(shape, tokens), row.block_n) <= row.one_loop_tiles and (optimistic or spec.rows_see_same_keys)
+    one_loop = one_loop and not spec.reload_query and not shape.qq_bias
     # float16 weights end at 2**16, so they can't exceed the maximum of the masked tiles by much.
-    return replace(spec, optimistic=optimistic, frozen_max=optimistic and row.frozen_max and shape.compute_dtype != "float16")
+    frozen_max = optimistic and row.frozen_max and shape.compute_dtype != "float16" and not one_loop
+    phase_heads = _phase_heads(shape, row, spec)
+    return replace(spec, optimistic=optimistic, frozen_max=frozen_max, one_loop=one_loop, phase_heads=phase_heads)
+
+
+def _longest_span(shape: PagedAttentionShape, tokens: int) -> int:
+    """Most keys that a block of so many query tokens reads; W's are not known to be adjacent to a tile's edge."""
+    window = kernel_window(shape.sliding_window)
+    sides = window if shape.causal else 2 * window
+    return min(shape.longest, sides + tokens) if window else shape.longest
+
+
+def _phase_heads(shape: PagedAttentionShape, row: PrefillConfig, spec: AttentionSpec) -> int:
+    """Blocks of heads that are attended together: whole KV heads, with `phase_bytes` of keys and values in the longest sequence at most."""
+    if not row.phase_bytes:
+        return 0
+    kv_heads = shape.cache.num_kv_heads
+    each = shape.longest * (shape.cache.head_size + shape.cache.value_size) * shape.cache.dtype.itemsize
+    together = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and (n == 1 or n * each <= row.phase_bytes))
+    return together * spec.group_blocks
 
 
 def _prefill_launch(shape: PagedAttentionShape, row: PrefillConfig, names: dict[str, Buffer], spec: AttentionSpec) -> Launch:
@@ -326,7 +363,8 @@ def _decode_launches(
     head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
     window = kernel_window(shape.sliding_window)
     keys = min(shape.longest, window + tokens + row.block_n) if window else shape.longest
-    splits = max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
+    whole = ceil_div(keys, row.block_n) <= row.whole_tiles and shape.num_seqs * head_blocks >= cus
+    splits = 0 if whole else max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
     spec = _spec(
         shape,
         arch,
@@ -336,18 +374,23 @@ def _decode_launches(
         block_tokens=tokens,
         block_m=rows,
         num_splits=splits,
+        whole_sequences=whole,
+        zero_padding=whole and zero_padding,
         values_first=row.values_first and not (shape.has_alibi or shape.logits_soft_cap),  # those need the registers
     )
-    scratch = {"parts": Buffer((spec.part_rows * (shape.cache.value_size + 2),), "float32")}
+    spec = replace(spec, one_loop=row.one_loop and spec.rows_see_same_keys and not spec.reload_query)
+    scratch = {} if whole else {"parts": Buffer((spec.part_rows * (shape.cache.value_size + 2),), "float32")}
     names = {**names, **scratch}
     written = tuple(name for name in ("out", "lse") if name in names)
+    programs = max(shape.num_seqs, shape.num_tokens if zero_padding else 0) if whole else splits
     decode = Launch(
         kernel=DECODE_KERNEL,
-        grid=(splits * head_blocks, 1, 1),
+        grid=(programs * head_blocks, 1, 1),
         args=_args(
             names,
             "out lse parts query cache k_scale v_scale query_start_loc seq_lens block_table layer "
             "alibi_slopes sinks qq_bias score_scale output_scale",
+            shape.num_tokens,
             shape.num_seqs,
             shape.table_width,
         ),
@@ -357,6 +400,8 @@ def _decode_launches(
         num_stages=row.num_stages,
         options=row.options,
     )
+    if whole:
+        return [decode], scratch
     # With many sequences a program merges all rows of one. With few it merges one row, so that the merge of a long sequence is spread out.
     row_count = heads * tokens
     merged = next_power_of_two(row_count) if shape.num_seqs * head_blocks >= cus else 1

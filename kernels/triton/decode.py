@@ -3,15 +3,17 @@
 The tiles of all sequences that decode are numbered one after another. Program p of a KV head takes tiles [p * share, (p + 1) * share), so a
 ragged batch keeps every compute unit busy to the end. A sequence that lies within one share is written at once. The others leave one
 partial result for each program, at most two a program, which `paged_attention_reduce` merges.
+
+Where sequences are short, or their window is, each program takes one whole sequence instead, and nothing is left to merge.
 """
 
 import triton
 import triton.language as tl
 
 from .address import side_base, uniform
-from .kv_block import lost_blocks
-from .kv_loop import attend_keys
-from .masks import key_bounds, range_bounds, ranges_of, sequence_bounds, tile_bounds, window_of
+from .kv_block import fetch_ids, first_blocks, lost_blocks
+from .kv_loop import attend_all, attend_keys
+from .masks import ANY_KEY, key_bounds, range_bounds, ranges_of, sequence_bounds, tile_bounds, window_of
 from .output import store_rows, store_zeros
 from .query import LOG2E, bias_table, block_rows, head_scale, load_query, score_factor
 from .softmax import initial_state
@@ -40,7 +42,7 @@ def tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window, S: tl.con
 def paged_attention_decode(
     out,  # [T, Hq, Dv] output dtype
     lse,  # [T, Hq] f32, or None
-    parts,  # f32: acc [part_rows, Dv], row_sum [part_rows], row_max [part_rows] of the partial results
+    parts,  # f32: acc [part_rows, Dv], row_sum [part_rows], row_max [part_rows] of the partial results, or None
     query,  # [T, Hq, D] model dtype or fp8
     cache,  # the whole cache in its storage dtype
     k_scale,  # [L] or [L, H] f32
@@ -54,14 +56,16 @@ def paged_attention_decode(
     qq_bias,  # [bias_rows, bias_columns] f32, or one for each sequence, or None
     score_scale,  # [1] f32, or None
     output_scale,  # [1] f32, or None
+    num_tokens,  # i32: T
     num_seqs,  # i32: S
     table_width,  # i32: M
     S: tl.constexpr,  # AttentionSpec
 ):
-    """Grid: num_splits x blocks of heads."""
+    """Grid: num_splits, or with whole_sequences sequences (tokens where padding is written), x blocks of heads."""
     KEY: tl.constexpr = S.kv.key
     VALUE: tl.constexpr = S.kv.value
     STORED: tl.constexpr = S.kv.dtype
+    KV: tl.constexpr = S.kv
     program = tl.program_id(0)
     head_block = program % S.head_blocks
     part = program // S.head_blocks
@@ -69,20 +73,36 @@ def paged_attention_decode(
 
     masks = layer + 1
     window = window_of(masks, S)
-    seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window, S)
-    ends = tl.cumsum(counts, 0)
-    total = uniform(tl.sum(counts, 0), S.amd)
-    share = (total + S.num_splits - 1) // S.num_splits
-    share_begin = part * share
-    share_end = tl.minimum(share_begin + share, total)
-    if share_begin >= share_end:
-        return
-    first_seq = uniform(tl.sum((ends <= share_begin).to(tl.int32), 0), S.amd)
-    last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), S.amd)
-    seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), S.amd)
+    if S.whole_sequences:
+        # One program for each sequence, or token where padding is written.
+        if S.zero_padding:
+            used_tokens = tl.load(query_start_loc + num_seqs)
+            if (part >= used_tokens) & (part < num_tokens):
+                row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
+                store_zeros(out, lse, (part + row_token * 0).to(tl.int64), head, is_row & (row_token == 0), S)
+        if part >= num_seqs:
+            return
+        first_seq = part
+        last_seq = part
+        seq_begin = part * 0
+        share_begin = seq_begin
+        share_end = seq_begin + ANY_KEY
+    else:
+        seqs, counts = tiles_of_batch(query_start_loc, seq_lens, num_seqs, masks, window, S)
+        ends = tl.cumsum(counts, 0)
+        total = uniform(tl.sum(counts, 0), S.amd)
+        share = (total + S.num_splits - 1) // S.num_splits
+        share_begin = part * share
+        share_end = tl.minimum(share_begin + share, total)
+        if share_begin >= share_end:
+            return
+        first_seq = uniform(tl.sum((ends <= share_begin).to(tl.int32), 0), S.amd)
+        last_seq = uniform(tl.sum((ends < share_end).to(tl.int32), 0), S.amd)
+        seq_begin = uniform(tl.sum(tl.where(seqs < first_seq, counts, 0), 0), S.amd)
 
-    part_sum = parts + S.part_rows * S.value_size
-    part_max = part_sum + S.part_rows
+    if not S.whole_sequences:
+        part_sum = parts + S.part_rows * S.value_size
+        part_max = part_sum + S.part_rows
     row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
     row = tl.arange(0, S.block_m)
     d = tl.arange(0, S.value_pad)
@@ -106,7 +126,11 @@ def paged_attention_decode(
         count = tiles_of(masks, seq, query_len, kv_len, seq < num_seqs, window, S)
         part_lo = tl.maximum(share_begin - seq_begin, 0)
         part_hi = tl.minimum(share_end - seq_begin, count)
-        if part_hi > part_lo:
+        if S.whole_sequences:
+            attends = (query_len > 0) & (query_len <= S.split_tokens)  # without a key the output is 0
+        else:
+            attends = part_hi > part_lo
+        if attends:
             context = kv_len - query_len
             ok = is_row & (row_token < query_len)
             visible_len = context if S.context_only else kv_len
@@ -128,14 +152,23 @@ def paged_attention_decode(
             full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
             full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
             table_row = block_table + tl.cast(seq, tl.int64) * table_width
-            lost = lost_blocks(table_row, tl.maximum(lo * S.block_n, key_begin), tl.minimum(hi * S.block_n, key_end), table_width, S)
+            lost_begin = tl.maximum(lo * S.block_n, key_begin)
+            lost_end = tl.minimum(hi * S.block_n, key_end)
+            first_ids = first_blocks(table_row, lost_begin, lost_end, table_width, S)
+            ids = fetch_ids(table_row, lo, table_width, S.block_n, KV)
             q, source, factor = load_query(query, query_start, row_token, head, ok, scalar_factor, S)
             state = initial_state(sinks, head, ok, part_lo, S)
-            state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
             keys = SequenceKeys(table_row, table_width, key_base, value_base, None, None, None, key_begin, key_end, context)
             rows = QueryRows(q, source, factor, context + row_token, window, ranges, slope, bias_row, ok & (row_token < S.bias_rows))
-            state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
-            if part_hi - part_lo == count:
+            if S.one_loop:
+                state = attend_all(state, rows, keys, ids, lo, hi, S)
+            else:
+                state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
+            lost = lost_blocks(first_ids, table_row, lost_begin, lost_end, table_width, S)
+            state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
+            if S.whole_sequences:
+                store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S)
+            elif part_hi - part_lo == count:
                 store_rows(out, lse, token, head, ok, state, value_scale, output_scale, S)
             else:
                 # A part that starts with the share is the program's first, another one its last.

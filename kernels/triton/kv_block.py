@@ -43,14 +43,31 @@ def block_ids(table_row, tile, table_width, BLOCK_N: tl.constexpr, AMD: tl.const
     return clamped(fetch_ids(table_row, tile, table_width, BLOCK_N, KV), BLOCK_N, AMD, KV)
 
 
+CHUNK: tl.constexpr = tl.constexpr(256)
+"""Block ids that are checked at a time."""
+
+
 @triton.jit
-def lost_blocks(table_row, begin, end, table_width, S: tl.constexpr):
-    """NaN where the table has no valid id for a block of keys [begin, end), else 0.0. Added to the row sums it marks all rows."""
-    CHUNK: tl.constexpr = 256
+def first_blocks(table_row, begin, end, table_width, S: tl.constexpr):
+    """[CHUNK] block ids of keys [begin, end), -1 where the table has none: what `lost_blocks` looks at first.
+
+    They are loaded before the keys are attended and looked at afterwards, so that nothing waits for them.
+    """
+    block = begin // S.kv.block_size + tl.arange(0, CHUNK)
+    return tl.load(table_row + block, mask=(block * S.kv.block_size < end) & (block < table_width), other=-1)
+
+
+@triton.jit
+def lost_blocks(first_ids, table_row, begin, end, table_width, S: tl.constexpr):
+    """NaN where the table has no valid id for a block of keys [begin, end), else 0.0. Added to the row sums it marks all rows.
+
+    `first_ids` are those of `first_blocks`.
+    """
     first = begin // S.kv.block_size
     last = tl.where(end > begin, (end + S.kv.block_size - 1) // S.kv.block_size, first)
-    lost = tl.zeros([CHUNK], tl.int32)
-    for start in tl.range(first, last, CHUNK, num_stages=1):
+    block = first + tl.arange(0, CHUNK)
+    lost = tl.where((block < last) & ((first_ids < 0) | (first_ids >= S.kv.num_blocks)), 1, 0)
+    for start in tl.range(first + CHUNK, last, CHUNK, num_stages=1):
         block = start + tl.arange(0, CHUNK)
         ids = tl.load(table_row + block, mask=(block < last) & (block < table_width), other=-1)
         lost = tl.where((block < last) & ((ids < 0) | (ids >= S.kv.num_blocks)), 1, lost)
@@ -78,13 +95,52 @@ def load_masked(pointers, d_ok, n_ok, PADDED: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
+def load_keys_by_vector(key_base, ids, tile, visible, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, S: tl.constexpr):
+    """What `load_keys` gives, where adjacent tokens have adjacent vectors of channels ("xpacked").
+
+    Neighbouring threads read neighbouring vectors: Triton gives them neighbouring channels otherwise, which lie in a cache line each.
+    """
+    KV: tl.constexpr = S.kv
+    KEY: tl.constexpr = S.kv.key
+    VECTOR: tl.constexpr = S.kv.key.d_vector
+    k_tile, k_token = token_offsets(ids, tile, BLOCK_N, KEY, KV)
+    chunk = tl.arange(0, S.head_pad // VECTOR)
+    inner = tl.arange(0, VECTOR)
+    pointers = key_base + k_tile + ((chunk * KEY.dim_outer)[:, None, None] + k_token[None, :, None] + inner[None, None, :])
+    d_ok = (chunk * VECTOR < S.head_size)[:, None, None]
+    k = load_masked(pointers, d_ok, visible[None, :, None], S.pads_head, MASKED)
+    return tl.reshape(tl.permute(k, (0, 2, 1)), (S.head_pad, BLOCK_N))
+
+
+@triton.jit
+def load_values_by_run(value_base, ids, BLOCK_N: tl.constexpr, S: tl.constexpr):
+    """What `load_values` gives, where a channel's tokens of a block are adjacent and so are its channels: neighbouring threads read on."""
+    KV: tl.constexpr = S.kv
+    VALUE: tl.constexpr = S.kv.value
+    RUN: tl.constexpr = S.kv.block_size
+    d = tl.arange(0, S.value_pad)
+    # One id for each block, so that the compiler sees that its tokens are adjacent.
+    blocks = tl.max(tl.reshape(ids, (BLOCK_N // RUN, RUN)), 1)
+    if KV.wide_offsets:
+        blocks = blocks.to(tl.int64)
+    pointers = value_base + (
+        (blocks * VALUE.block)[:, None, None] + dim_offsets(d, VALUE)[None, :, None] + tl.arange(0, RUN)[None, None, :]
+    )
+    v = load_masked(pointers, d[None, :, None] < S.value_size, True, S.pads_value, False)
+    return tl.reshape(tl.permute(v, (0, 2, 1)), (BLOCK_N, S.value_pad))
+
+
+@triton.jit
 def load_keys(key_base, ids, tile, d, visible, MASKED: tl.constexpr, BLOCK_N: tl.constexpr, S: tl.constexpr):
     """[channels `d`, block_n] stored keys of a tile; MASKED: 0 for keys that are not `visible`."""
     KV: tl.constexpr = S.kv
     KEY: tl.constexpr = S.kv.key
-    k_tile, k_token = token_offsets(ids, tile, BLOCK_N, KEY, KV)
-    pointers = key_base + k_tile + (dim_offsets(d, KEY)[:, None] + k_token[None, :])
-    return load_masked(pointers, d[:, None] < S.head_size, visible[None, :], S.pads_head, MASKED)
+    if S.by_vector:
+        return load_keys_by_vector(key_base, ids, tile, visible, MASKED, BLOCK_N, S)
+    else:
+        k_tile, k_token = token_offsets(ids, tile, BLOCK_N, KEY, KV)
+        pointers = key_base + k_tile + (dim_offsets(d, KEY)[:, None] + k_token[None, :])
+        return load_masked(pointers, d[:, None] < S.head_size, visible[None, :], S.pads_head, MASKED)
 
 
 @triton.jit
@@ -94,11 +150,14 @@ def load_values(value_base, ids, tile, visible, MASKED: tl.constexpr, BLOCK_N: t
     VALUE: tl.constexpr = S.kv.value
     # A mask along adjacent tokens would break 128-bit loads, so a side whose tokens are adjacent is loaded whole and masked afterwards.
     BY_TOKEN: tl.constexpr = VALUE.n_vector > 1 or VALUE.token_outer == 1
-    d = tl.arange(0, S.value_pad)
-    v_tile, v_token = token_offsets(ids, tile, BLOCK_N, VALUE, KV)
-    v_dim = dim_offsets(d, VALUE)
-    pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
-    v = load_masked(pointers, d[None, :] < S.value_size, visible[:, None], S.pads_value, MASKED and not BY_TOKEN)
+    if S.by_vector and VALUE.n_vector == 1 and S.kv.block_size < BLOCK_N and BLOCK_N % S.kv.block_size == 0:
+        v = load_values_by_run(value_base, ids, BLOCK_N, S)
+    else:
+        d = tl.arange(0, S.value_pad)
+        v_tile, v_token = token_offsets(ids, tile, BLOCK_N, VALUE, KV)
+        v_dim = dim_offsets(d, VALUE)
+        pointers = value_base + v_tile + (v_token[:, None] + v_dim[None, :])
+        v = load_masked(pointers, d[None, :] < S.value_size, visible[:, None], S.pads_value, MASKED and not BY_TOKEN)
     if MASKED and BY_TOKEN:
         v = tl.where(visible[:, None], v, 0)
     return v

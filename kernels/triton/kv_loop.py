@@ -16,6 +16,21 @@ LARGEST_ROW_SUM: tl.constexpr = tl.constexpr(2.0**100)
 
 
 @triton.jit
+def attended_again(state, start_sum, start_max, rows, keys, lo, hi, S: tl.constexpr):
+    """`state`, or with NaN safety the state after tiles [lo, hi) of a block that shows NaN, infinities or weights that were too large."""
+    KV: tl.constexpr = S.kv
+    finite = tl.min((tl.abs(state.acc) < float("inf")).to(tl.int32), 1)
+    if S.frozen_max:
+        finite = tl.where(state.row_sum < LARGEST_ROW_SUM, finite, 0)
+    if tl.min(finite, 0) == 0:
+        state = SoftmaxState(tl.zeros(state.acc.shape, tl.float32), start_sum, start_max)
+        for tile in tl.range(lo, hi, num_stages=1):
+            ids = block_ids(keys.table_row, tile, keys.table_width, S.block_n, S.amd, KV)
+            state = attend_tile(state, rows, keys, ids, tile, True, True, False, 0, S.block_n, S)
+    return state
+
+
+@triton.jit
 def attend_keys(
     state,  # SoftmaxState
     rows,  # QueryRows
@@ -80,12 +95,41 @@ def attend_keys(
             if PARTIAL_SUMS > 0:
                 state = SoftmaxState(state.acc, tl.sum(state.row_sum, 1), state.row_max)
     if S.optimistic:
-        finite = tl.min((tl.abs(state.acc) < float("inf")).to(tl.int32), 1)
-        if S.frozen_max:
-            finite = tl.where(state.row_sum < LARGEST_ROW_SUM, finite, 0)
-        if tl.min(finite, 0) == 0:
-            state = SoftmaxState(tl.zeros(state.acc.shape, tl.float32), start_sum, start_max)
-            for tile in tl.range(lo, hi, num_stages=1):
-                ids = block_ids(keys.table_row, tile, keys.table_width, S.block_n, S.amd, KV)
-                state = attend_tile(state, rows, keys, ids, tile, True, True, False, 0, S.block_n, S)
+        state = attended_again(state, start_sum, start_max, rows, keys, lo, hi, S)
+    return state
+
+
+@triton.jit
+def attend_all(
+    state,  # SoftmaxState
+    rows,  # QueryRows
+    keys,  # SequenceKeys
+    ids,  # ids of the first tile, see `fetch_ids`
+    lo,  # i32: first tile
+    hi,  # i32: end of the tiles
+    S: tl.constexpr,
+):
+    """The state after tiles [lo, hi) in one pipelined loop that masks every tile.
+
+    A block of few tiles waits for memory, so the masks cost nothing, and no tile is outside the pipeline. Where all rows see the same keys,
+    those that none sees may be NaN: their scores are replaced, and their values are loaded as 0. Otherwise the block is optimistic, see
+    `attend_keys`.
+    """
+    PARTIAL_SUMS: tl.constexpr = S.partial_sums
+    KV: tl.constexpr = S.kv
+    start_sum = state.row_sum
+    start_max = state.row_max
+    if PARTIAL_SUMS > 0:
+        partial = tl.where((tl.arange(0, PARTIAL_SUMS) == 0)[None, :], state.row_sum[:, None], 0.0)
+        state = SoftmaxState(state.acc, partial, state.row_max)
+    ids = clamped(ids, S.block_n, S.amd, KV)
+    for tile in tl.range(lo, hi):
+        next_ids = fetch_ids(keys.table_row, tile + 1, keys.table_width, S.block_n, KV)
+        next_ids = clamped(next_ids, S.block_n, S.amd, KV)
+        state = attend_tile(state, rows, keys, ids, tile, True, False, False, PARTIAL_SUMS, S.block_n, S)
+        ids = next_ids
+    if PARTIAL_SUMS > 0:
+        state = SoftmaxState(state.acc, tl.sum(state.row_sum, 1), state.row_max)
+    if S.optimistic:
+        state = attended_again(state, start_sum, start_max, rows, keys, lo, hi, S)
     return state

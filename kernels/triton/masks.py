@@ -92,13 +92,14 @@ def tile_bounds(begin, end, full_begin, full_end, BLOCK_N: tl.constexpr):
 def sees(visible, key, rows, tile, S: tl.constexpr):
     """[block_m, block_n] whether a row sees a key of a tile, [1, block_n] where all rows see the same; the bias is not considered."""
     keep = visible[None, :]
-    if S.ranged:
+    # The keys of a block with one token are that token's.
+    if S.block_tokens > 1 and S.ranged:
         # Loaded for each masked tile: full ones need the registers. `tile >> 30` is always 0 and keeps LICM from hoisting the load.
         start, stop = row_ranges(rows.ranges + (tile >> 30), rows.source.ok, S)
         keep = keep & (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
-    if S.causal:
+    if S.block_tokens > 1 and S.causal:
         keep = keep & (key[None, :] <= rows.position[:, None])
-    if S.has_window:
+    if S.block_tokens > 1 and S.has_window:
         keep = keep & (rows.position[:, None] - key[None, :] < rows.window)
         if not S.causal:
             keep = keep & (key[None, :] - rows.position[:, None] < rows.window)

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from .address import matrix_place, side_base
-from .kv_block import lost_blocks
-from .kv_loop import attend_keys
+from .kv_block import fetch_ids, first_blocks, lost_blocks
+from .kv_loop import attend_all, attend_keys
 from .masks import key_bounds, range_bounds, ranges_of, sequence_bounds, tile_bounds, window_of
 from .output import store_rows, zero_padding
 from .query import LOG2E, bias_table, block_rows, head_scale, load_query, locate_block, score_factor
@@ -40,9 +40,17 @@ def paged_attention_prefill(
     KEY: tl.constexpr = S.kv.key
     VALUE: tl.constexpr = S.kv.value
     STORED: tl.constexpr = S.kv.dtype
+    KV: tl.constexpr = S.kv
     program = tl.program_id(0)
-    head_block = program % S.head_blocks
-    order = program // S.head_blocks
+    if S.in_phases:
+        # Some heads after the other, so that the keys and values of those that run together fit the L2 cache.
+        blocks = tl.num_programs(0) // S.head_blocks
+        phase = program // (blocks * S.phase_heads)
+        head_block = phase * S.phase_heads + program % S.phase_heads
+        order = program // S.phase_heads % blocks
+    else:
+        head_block = program % S.head_blocks
+        order = program // S.head_blocks
     kv_head = head_block // S.group_blocks
     row_token, head, is_row = block_rows(kv_head, head_block % S.group_blocks, S)
     used_tokens = tl.load(query_start_loc + num_seqs)
@@ -69,11 +77,11 @@ def paged_attention_prefill(
     masks = layer + 1
     window = window_of(masks, S)
     seq_begin, seq_end = sequence_bounds(masks, seq, query_len, kv_len, True, window, S)
-    lost = lost_blocks(table_row, seq_begin, seq_end, table_width, S)
+    # Only looked at after the keys: nothing waits for them.
+    first_ids = first_blocks(table_row, seq_begin, seq_end, table_width, S)
     factor = score_factor(score_scale, k_scale, layer_index, kv_head, S)
     q, source, factor = load_query(query, query_start + first, row_token, head, ok, factor, S)
     state = initial_state(sinks, head, ok, 0, S)
-    state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
     if S.has_alibi:
         slope = LOG2E * tl.load(alibi_slopes + head, mask=ok, other=0.0)
     else:
@@ -113,7 +121,13 @@ def paged_attention_prefill(
         context,
     )
     rows = QueryRows(q, source, factor, position, window, ranges, slope, bias_row, ok & (first + row_token < S.bias_rows))
-    state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
+    if S.one_loop:
+        ids = fetch_ids(table_row, lo, table_width, S.block_n, KV)
+        state = attend_all(state, rows, keys, ids, lo, hi, S)
+    else:
+        state = attend_keys(state, rows, keys, lo, hi, full_lo, full_hi, S)
+    lost = lost_blocks(first_ids, table_row, seq_begin, seq_end, table_width, S)
+    state = SoftmaxState(state.acc, state.row_sum + lost, state.row_max)
     if S.is_quantized:
         value_scale = head_scale(v_scale, layer_index, kv_head, S)
     else:

@@ -188,7 +188,7 @@ def attend_tile(
 
     if keys.descriptor is not None and not GUARDED:
         v = fetch_tile(keys.descriptor, keys.value_place, ids, tile, BLOCK_N, VALUE, KV)
-        if MASKED:
+        if MASKED and not S.optimistic:  # otherwise 0 * NaN shows in the result
             v = tl.where(visible[:, None], v, 0)
     elif not S.values_first or S.reload_query > 0:
         v = load_values(keys.value_base, ids, tile, visible, MASKED, BLOCK_N, S)

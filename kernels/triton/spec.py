@@ -70,9 +70,12 @@ class AttentionSpec:
       frozen_max: full tiles use the row maximum of the masked ones, see `attend_keys`.
       late_clamp: block ids are clamped with their tile and not a tile ahead, where a pipelined loop would wait for them.
       values_first: a tile's values are requested before its scores are computed.
+      one_loop: one loop masks every tile, see `attend_all`.
+      phase_heads: blocks of heads whose programs of the prefill kernel are adjacent; divides head_blocks. 0 is all.
+      whole_sequences: a program of the decode kernel attends a whole sequence, so there is no partial result.
       num_splits: programs of the decode kernel for each block of heads.
       parts_per_step: partial results that the reduction loads at a time.
-      zero_padding: the reduction writes padding tokens.
+      zero_padding: the reduction, or with whole_sequences the decode kernel, writes padding tokens.
       amd: the target is an AMD GPU.
     """
 
@@ -115,10 +118,14 @@ class AttentionSpec:
     frozen_max: bool = False
     late_clamp: bool = False
     values_first: bool = False
+    one_loop: bool = False
+    phase_heads: int = 0
+    whole_sequences: bool = False
     num_splits: int = 0
     parts_per_step: int = 0
     zero_padding: bool = False
     amd: bool = False
+    by_vector: bool = False
 
     @property
     def group_blocks(self) -> int:
@@ -129,6 +136,10 @@ class AttentionSpec:
     def head_blocks(self) -> int:
         """Blocks of heads in all."""
         return self.num_heads // self.queries_per_kv_head * self.group_blocks
+
+    @property
+    def in_phases(self) -> bool:
+        return self.phase_heads not in (0, self.head_blocks)
 
     @property
     def part_rows(self) -> int:
