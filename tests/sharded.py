@@ -231,6 +231,10 @@ def check_lost_and_refused(kind: str):
     refused(lambda: attend(cache, metadata, arrays, alibi_slopes=arrays["sinks"]), "alibi_slopes needs the distance", "context")
     bias = jnp.zeros((4, 4))
     refused(lambda: attend(cache, metadata, arrays, qq_bias=bias), "qq_bias needs the distance")
+    config = pp.AttentionConfig(num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE)
+    chunks = jax.jit(lambda c, m, a: pp.rocm_attn.forward(a["query"], a["key"], a["value"], c, m, config, layer=1, implementation="xla"))
+    xpacked = pp.init_cache(replace(given.spec, content="xpacked"), sharding=s)
+    refused(lambda: chunks(xpacked, metadata, arrays), "over the mesh axes context", "can't be attended at full precision")
     crossed = replace(cache, data=jax.device_put(np.asarray(cache.data), s.named(None, None, None, None, "model")))
     refused(
         lambda: attend(crossed, metadata, arrays),

@@ -39,7 +39,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, one reply each; without any: a few of our own")
     parser.add_argument("--prompt-file", metavar="FILE", help="more user messages, one a line; - is the standard input")
-    parser.add_argument("--chat", action="store_true", help="a conversation: reads messages from the standard input until its end or /exit")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="a conversation: reads messages from the standard input until its end or /exit; it is one sequence, on one device of `data`",
+    )
     parser.add_argument("--system", default=SYSTEM_PROMPT, help="the system message")
     parser.add_argument("--stats", action="store_true", help="show which sequence owns which block of the cache, while they run")
     cache = parser.add_argument_group("attention and its cache")
