@@ -72,6 +72,16 @@ def test_a_slope(implementation, sign):
         assert_right(attend(slopes), made.reference(alibi_slopes=slopes), f"slopes {slopes}")
 
 
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+@pytest.mark.parametrize(("name", "sign"), [("scale", -1), ("sinks", 1), ("alibi_slopes", 1)])
+def test_the_ends_of_the_decades_through_kernels(implementation, name, sign):
+    """The whole runs with the slow tests."""
+    made, attend = attention(implementation, name)
+    for decade in (DECADES[0], DECADES[-1]):
+        value = np.float32(sign * 10.0**decade) if name == "scale" else np.array([sign * 10.0**decade, 0.5], np.float32)
+        assert_right(attend(value), made.reference(**{name: float(value) if name == "scale" else value}), f"{name} {value}")
+
+
 @pytest.mark.parametrize(
     "decade", [decade if decade in (-3, 1, 8) else pytest.param(decade, marks=pytest.mark.slow) for decade in range(-6, 10)]
 )
