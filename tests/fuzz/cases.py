@@ -34,6 +34,7 @@ SHAPES: Mapping[str, tuple[Any, ...]] = {
     "block_size": (16, 16, 32, 48, 64),
     "heads": ((4, 2), (1, 1), (6, 1), (8, 8), (10, 2), (16, 1)),
     "head_size": (32, 64, 80, 128, 256),
+    "value_size": (None, None, None, 16, 48, 128),
     "num_layers": (1, 3),
     "scales": ("one", "layer", "head"),
 }
@@ -58,7 +59,7 @@ ATTENTION: Mapping[str, tuple[Any, ...]] = {
 }
 ENCODER: Mapping[str, tuple[Any, ...]] = {
     name: ATTENTION[name]
-    for name in ("dtype", "heads", "head_size", "max_query_len", "sliding_window", "logits_soft_cap", "sinks", "score_size")
+    for name in ("dtype", "heads", "head_size", "value_size", "max_query_len", "sliding_window", "logits_soft_cap", "sinks", "score_size")
 } | {"causal": (False, True)}
 WRITE: Mapping[str, tuple[Any, ...]] = {
     **SHAPES,
@@ -96,12 +97,18 @@ def run(case: Case, implementation: str) -> None:
     {"attention": _attention, "encoder": _encoder, "write": _write}[case["operation"]](case, implementation)
 
 
+def _value_size(case: Case) -> int | None:
+    """Only packed rows have values of another size."""
+    return case["value_size"] if case.get("layout", ("packed",))[0] == "packed" else None
+
+
 def _batch(case: Case, seed: int, **options: Any):
     heads, kv_heads = case["heads"]
     return random_batch(
         seed,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        head_size_v=_value_size(case),
         dtype=jnp.dtype(case["dtype"]),
         cache_dtype=case["cache_dtype"] and jnp.dtype(case["cache_dtype"]),
         **{name: case[name] for name in ("block_size", "head_size", "num_layers", "scales")},
@@ -189,6 +196,7 @@ def _encoder(case: Case, implementation: str) -> None:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_size=case["head_size"],
+            head_size_v=_value_size(case),
             dtype=jnp.dtype(case["dtype"]),
             max_query_len=case["max_query_len"],
             max_seq_len=max(2, case["max_query_len"]),
@@ -221,7 +229,8 @@ def _write(case: Case, implementation: str) -> None:
         rotary = size if case["rotary"] == "whole" else size // 2
         table = rng.uniform(-1, 1, (64, rotary)).astype(table_dtype)
         query, key, value = (
-            rng.standard_normal((len(slots), n, size)).astype(np.float32) * np.float32(2.0**exponent) for n in (heads, kv_heads, kv_heads)
+            rng.standard_normal((len(slots), n, channels)).astype(np.float32) * np.float32(2.0**exponent)
+            for n, channels in ((heads, size), (kv_heads, size), (kv_heads, spec.value_size))
         )
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         stored_key = key
@@ -237,7 +246,9 @@ def _write(case: Case, implementation: str) -> None:
             weights = [rng.uniform(0.5, 1.5, size).astype(dtype) for _ in range(2)]
             arrays = (qkv, *weights, batch.positions, table)
             found_query, stored_key, found_value, after = write(*arrays, cache, slots)
-            expected = reference_qk_norm_rope(*arrays, num_heads=heads, eps=case["eps"], is_neox=case["is_neox"])
+            wide = np.concatenate([qkv[:, : (heads + kv_heads) * size], np.zeros_like(key).reshape(len(slots), -1)], axis=1)
+            expected = reference_qk_norm_rope(wide, *arrays[1:], num_heads=heads, eps=case["eps"], is_neox=case["is_neox"])
+            expected = (*expected[:2], value)
             for found, wanted, name in zip((found_query, stored_key, found_value), expected, ("query", "key", "value"), strict=True):
                 # Two roundings: the second may start from a neighbour of what the oracle's starts from.
                 assert_close(found, wanted.astype(np.float64), dtype=dtype, compute_dtype=dtype, what=f"{name}, data seed {seed}")
