@@ -2,6 +2,7 @@
 //
 // The handler takes the program's buffers (arguments, then results) and these attributes:
 //   program   the program's name, for error messages
+//   arch      the architecture that the kernels were compiled for, for error messages
 //   digest    hash of everything else; loaded modules are kept by (context, digest)
 //   symbols   kernel names, separated by '\n', one for each launch
 //   modules   code objects (cubin or hsaco) in base64, separated by '\n', one for each launch
@@ -22,6 +23,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -36,6 +38,7 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 #endif
 namespace std {
 __attribute__((visibility("hidden"))) void __throw_bad_array_new_length() { throw bad_array_new_length(); }  // GCC 11's library has it
+template class basic_stringstream<char>;  // XLA's headers construct one; GCC 9's library has the constructor
 }  // namespace std
 #endif
 
@@ -178,7 +181,7 @@ std::string Decoded(std::string_view base64) {
 }
 
 struct Attributes {
-  std::string_view program, symbols, modules;
+  std::string_view program, arch, symbols, modules;
   int64_t digest;
   ffi::Span<const int64_t> launches;
 };
@@ -208,7 +211,8 @@ ffi::Error Load(const Attributes& given, const Functions** found) {
       std::string image = Decoded(images[i]), symbol(symbols[i]);
       Driver::Handle module = nullptr, function = nullptr;
       if (int status = driver.load(&module, image.data())) {
-        return Failed(given, symbol, "loading its code object (is it for this GPU's architecture?)", status);
+        std::string what = "loading its code object, which is for " + std::string(given.arch) + ",";
+        return Failed(given, symbol, what.c_str(), status);
       }
       if (int status = driver.find(&function, module, symbol.c_str())) {
         return Failed(given, symbol, "finding it in its code object", status);
@@ -229,16 +233,16 @@ ffi::Error Load(const Attributes& given, const Functions** found) {
   return ffi::Error::Success();
 }
 
-ffi::Error Initialize(std::string_view program, int64_t digest, std::string_view symbols, std::string_view modules,
+ffi::Error Initialize(std::string_view program, std::string_view arch, int64_t digest, std::string_view symbols, std::string_view modules,
                       ffi::Span<const int64_t> launches) {
   const Functions* functions = nullptr;
-  return Load({program, symbols, modules, digest, launches}, &functions);
+  return Load({program, arch, symbols, modules, digest, launches}, &functions);
 }
 
-ffi::Error Execute(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view program, int64_t digest,
-                   std::string_view symbols, std::string_view modules, ffi::Span<const int64_t> launches) {
+ffi::Error Execute(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view program, std::string_view arch,
+                   int64_t digest, std::string_view symbols, std::string_view modules, ffi::Span<const int64_t> launches) {
   const Driver& driver = TheDriver();
-  Attributes given{program, symbols, modules, digest, launches};
+  Attributes given{program, arch, symbols, modules, digest, launches};
   const Functions* functions = nullptr;
   if (ffi::Error error = Load(given, &functions); error.failure()) return error;
 
@@ -306,6 +310,7 @@ ffi::Error Execute(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
 XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_initialize, Initialize,
                               ffi::Ffi::BindInitialize()
                                   .Attr<std::string_view>("program")
+                                  .Attr<std::string_view>("arch")
                                   .Attr<int64_t>("digest")
                                   .Attr<std::string_view>("symbols")
                                   .Attr<std::string_view>("modules")
@@ -317,6 +322,7 @@ static auto Execution() {
       .RemainingArgs()
       .RemainingRets()
       .Attr<std::string_view>("program")
+      .Attr<std::string_view>("arch")
       .Attr<int64_t>("digest")
       .Attr<std::string_view>("symbols")
       .Attr<std::string_view>("modules")

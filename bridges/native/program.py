@@ -92,7 +92,7 @@ def packed(program: Program, arch: str) -> dict[str, Any]:
         numbers += [number for argument in arguments for number in argument]
         symbols.append(compiled.metadata.name)
         modules.append(base64.b64encode(compiled.asm["cubin" if facts.vendor == "nvidia" else "hsaco"]).decode())
-    attributes = {"program": program.name, "symbols": "\n".join(symbols), "modules": "\n".join(modules)}
+    attributes = {"program": program.name, "arch": arch, "symbols": "\n".join(symbols), "modules": "\n".join(modules)}
     digest = hashlib.sha256(repr((attributes, numbers)).encode()).digest()
     return {
         **attributes,

@@ -34,7 +34,7 @@ def healthy(monkeypatch):
     monkeypatch.setattr(library, "obstacle", lambda: None)
     monkeypatch.setattr(library, "load", lambda: None)
     monkeypatch.setattr(callback, "_prepare", lambda program, platform: None)
-    attributes = {"program": "p", "symbols": "", "modules": "", "digest": np.int64(0), "launches": np.zeros(1, np.int64)}
+    attributes = {"program": "p", "arch": "gfx942", "symbols": "", "modules": "", "digest": np.int64(0), "launches": np.zeros(1, np.int64)}
     monkeypatch.setattr(native.program, "packed", lambda program, arch: attributes)
 
 

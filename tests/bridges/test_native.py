@@ -14,12 +14,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import native_arguments
 import pytest
 from processes import run_python
 
 import purepage as pp
 from purepage.bridges.execute import using_bridge
 from purepage.bridges.native import library
+from purepage.kernels.archs import amd_archs
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
@@ -29,24 +31,6 @@ platform_wheel = importlib.util.module_from_spec(_SCRIPT)
 _SCRIPT.loader.exec_module(platform_wheel)
 
 needs_compiler = pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
-
-PACK = """
-    import json, re, sys
-    from benchmarks.amd_isa import VARIANTS
-    from purepage.bridges.native.program import packed, BUFFER, INT32, INT64, FLOAT32, NULL, TENSOR_MAP
-    from purepage.kernels.compile_check import compile_job, jobs_of
-    WIDTHS = {BUFFER: 2, INT32: 2, INT64: 2, FLOAT32: 2, NULL: 1, TENSOR_MAP: 9}
-    BYTES = {BUFFER: 8, INT32: 4, INT64: 8, FLOAT32: 4, NULL: 8}
-
-    def launches(numbers):
-        numbers = [int(n) for n in numbers]
-        while numbers:
-            head, numbers, kinds = numbers[:6], numbers[6:], []
-            for _ in range(head[5]):
-                kinds.append(numbers[0])
-                numbers = numbers[WIDTHS[kinds[-1]]:]
-            yield head, kinds
-"""
 
 
 @needs_compiler
@@ -121,30 +105,81 @@ def test_on_a_cpu_the_bridge_is_refused_by_name():
         pp.paged_attention(jnp.ones((1, 2, 32)), cache, metadata, implementation="triton")
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("arch", ["gfx942", "gfx1201"])
-@pytest.mark.parametrize("variant", ["attention D64 bf16 all features", "qk-norm+rope+write D128 bf16"])
-def test_the_arguments_are_those_of_the_code_objects_own_metadata(arch, variant):
-    """AMD's code objects list each kernel parameter with its size; the packed arguments have the same sizes in the same order."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the stub of a HIP runtime and the handler for a CPU are built."""
+    return tmp_path_factory.mktemp("native")
+
+
+ARGUMENTS = {"environment": {"TRITON_INTERPRET": "", "JAX_PLATFORMS": "cpu"}}
+
+
+@needs_compiler
+def test_a_hip_runtime_gets_the_arguments_that_the_code_objects_declare(folder):
+    """Grid, block, shared bytes, stream, and each parameter by its name in Triton's intermediate code."""
+    cases = ["gfx942:qk-norm+rope+write D128 bf16", "gfx1201:attention D64 bf16 all features"]
+    out = run_python("import sys, native_arguments as n; n.main(sys.argv[1], sys.argv[2:])", str(folder), *cases, **ARGUMENTS)
+    assert out == "2 programs, 4 launches as the code objects declare them\n"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", amd_archs())
+def test_a_hip_runtime_gets_the_declared_arguments_of_every_kernel(arch, folder):
+    cases = [f"{arch}:{variant}" for variant in native_arguments.VARIANTS]
+    out = run_python("import sys, native_arguments as n; n.main(sys.argv[1], sys.argv[2:])", str(folder), *cases, **ARGUMENTS)
+    assert out.startswith(f"{len(cases)} programs, ")
+
+
+@needs_compiler
+def test_a_code_object_for_another_gpu_is_an_error_that_names_both_and_is_not_kept(folder):
     out = run_python(
-        PACK
-        + f"""
-    program = VARIANTS[{variant!r}]({arch!r})
-    attributes = packed(program, {arch!r})
-    packed_launches = list(launches(attributes["launches"]))
-    assert len(packed_launches) == len(program.launches) == len(attributes["symbols"].split())
-    for job, (head, kinds), symbol in zip(jobs_of(program, {arch!r}), packed_launches, attributes["symbols"].split()):
-        text = compile_job(job).asm["amdgcn"]
-        arguments = text[text.index(".args:"):text.index(".group_segment_fixed_size:", text.index(".args:"))]
-        sizes = re.findall(r"\\.size:\\s+(\\d+)\\s+\\.value_kind:\\s+(\\w+)", arguments)
-        declared = [int(size) for size, kind in sizes if not kind.startswith("hidden")]
-        assert [BYTES[kind] for kind in kinds] == declared, (symbol, kinds, declared)
-        assert head[:3] == list(job.launch.grid) and f"{{symbol}}:" in text
-    print("checked", len(packed_launches))
-    """,
-        environment={"TRITON_INTERPRET": ""},
+        """
+        import ctypes, sys
+        from pathlib import Path
+        import native_arguments as n
+        folder = Path(sys.argv[1])
+        stub = ctypes.CDLL(str(n.build_stub(folder)))
+        n.register(folder)
+        launched = []
+        hook = n.HOOK(lambda name, *_: launched.append(name))
+        stub.stub_set(hook, 0x4E)
+        try:
+            n.call_one(n.code_object(0x4C))
+        except Exception as error:
+            print(error)
+        print(launched)
+        stub.stub_set(hook, 0x4C)
+        n.call_one(n.code_object(0x4C))
+        print(launched)
+        """,
+        str(folder),
+        **ARGUMENTS,
     )
-    assert out.startswith("checked ")
+    assert "program: k: loading its code object, which is for gfx942, failed with driver status 209" in out
+    assert out.splitlines()[-2:] == ["[]", "[b'k']"]
+
+
+@needs_compiler
+def test_of_two_hip_runtimes_the_one_that_jaxs_plugin_is_linked_to_is_called(folder):
+    """torch's was loaded first here, and has the name that is looked for first."""
+    out = run_python(
+        """
+        import ctypes, sys
+        from pathlib import Path
+        import native_arguments as n
+        folder = Path(sys.argv[1])
+        torchs = ctypes.CDLL(str(n.build_stub(folder, "libamdhip64.so.7")))
+        ours = n.build_stub(folder, "libamdhip64.so.6")
+        ctypes.CDLL(str(n.build_plugin(folder, ours)))
+        n.register(folder)
+        n.call_one(n.code_object(0))
+        print(torchs.stub_loads(), ctypes.CDLL(str(ours)).stub_loads())
+        """,
+        str(folder),
+        **ARGUMENTS,
+    )
+    assert out == "0 1\n"
 
 
 def test_a_step_is_exported_for_rocm_on_a_machine_without_a_gpu_and_lowered_alike_in_every_process():
