@@ -36,6 +36,8 @@ class _Traces(local):
         self.counters: list[tuple[Any, Counter]] = []
 
 
+_MANY = 1 << 30  # programs of a trace that nothing is known of
+
 _TRACES, _KEPT = _Traces(), 16
 """A trace that is not among the `_KEPT` latest starts to count anew, which costs nothing where the native bridge is healthy."""
 
@@ -55,7 +57,7 @@ def run_program(program: Program, arrays: Mapping[str, Array], target: Target) -
     """Runs a program; see `callback.run_program`, whose results these are bit for bit."""
     inputs = callback.check_inputs(program, arrays)
     if host_slots.CURRENT.get() is not None:  # XLA is partitioning: there is no later
-        return _run(program, target, choice.RECORDED_FROM, inputs)
+        return _run(program, target, _MANY, inputs)
     if not any(isinstance(array, Tracer) for array in inputs):
         return _run(program, target, 1, inputs)
     return tuple(_program_p.bind(*inputs, program=program, target=target, counter=counted()))

@@ -5,6 +5,8 @@ Python would run for every launch, or torch can't.
 """
 
 import importlib.util
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +16,16 @@ from . import trial
 from .native import library
 
 RECORDED_FROM = 5
-"""Commands in a row that XLA records in a command buffer (its default of `--xla_gpu_graph_min_graph_size`). A program is one command."""
+"""Commands in a row that XLA records in a command buffer, by default. A program is one command."""
+
+
+@cache
+def recorded_from(flags: str) -> int | None:
+    """Commands in a row that XLA records under these XLA_FLAGS; None where it records none."""
+    if re.search(r"--xla_gpu_enable_command_buffer=(\s|$)", flags):
+        return None
+    asked = re.findall(r"--xla_gpu_graph_min_graph_size=(\d+)", flags)
+    return int(asked[-1]) if asked else RECORDED_FROM
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,9 @@ def choose(target: Target, calls: int, *, exported: bool = False) -> Choice:
         return Choice("native", "an exported function can't call Python")
     if not settings.command_buffer:
         return Choice("native", f"{variable_of('command_buffer')} is off, so the callback bridge would run Python for each call")
-    if calls < RECORDED_FROM:
-        return Choice("native", f"XLA records no less than {RECORDED_FROM} commands in a row, and {calls} of this library may be all")
+    least = recorded_from(os.environ.get("XLA_FLAGS", ""))
+    if least is None:
+        return Choice("native", "XLA_FLAGS turn command buffers off, so the callback bridge would run Python for each call")
+    if calls < least:
+        return Choice("native", f"XLA records no less than {least} commands in a row, and {calls} of this library may be all")
     return Choice("callback", f"{calls} programs in a row, which XLA records")

@@ -76,6 +76,24 @@ def test_a_name_comes_first_then_whether_xla_records_the_launches(target, calls,
     assert chosen.bridge == bridge and chosen.why
 
 
+@pytest.mark.parametrize(
+    "flags, least",
+    [
+        ("", 5),
+        ("--xla_gpu_graph_min_graph_size=1 --xla_dump_to=x", 1),
+        ("--xla_gpu_graph_min_graph_size=1 --xla_gpu_graph_min_graph_size=9", 9),
+        ("--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL", 5),
+        ("--xla_gpu_enable_command_buffer= --xla_gpu_graph_min_graph_size=1", None),
+        ("--xla_gpu_enable_command_buffer=", None),
+    ],
+)
+def test_what_xla_records_follows_its_flags(monkeypatch, flags, least):
+    assert choice.recorded_from(flags) == least
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    for calls in (1, 5, 9):
+        assert choice.choose(mi300x(), calls).bridge == ("native" if least is None or calls < least else "callback")
+
+
 @pytest.mark.parametrize("why", ["torch is not installed", "torch is installed and does not import: OSError", "a HIP runtime each"])
 def test_without_a_torch_that_works_every_program_is_native(monkeypatch, why):
     monkeypatch.setattr(choice, "torch_failure", lambda target: why)
