@@ -43,11 +43,11 @@ class CacheMap:
 
     Args:
       engine, sequences: see `cache_lines`.
-      output: where to draw.
+      output: where to draw; None is the standard output.
     """
 
-    def __init__(self, engine: Engine, sequences: list[Sequence], output: TextIO = sys.stdout) -> None:
-        self.engine, self.sequences, self.output = engine, sequences, output
+    def __init__(self, engine: Engine, sequences: list[Sequence], output: TextIO | None = None) -> None:
+        self.engine, self.sequences, self.output = engine, sequences, output or sys.stdout
         self._drawn, self._steps = 0, 0
 
     def clear(self) -> None:
