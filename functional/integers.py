@@ -71,7 +71,7 @@ def narrow(values: Any, limit: int) -> Int[Array, "..."]:
         inside = (values >= 0) & (values < top)
         return jnp.asarray(np.where(inside, np.where(inside, values, 0).astype(np.int32), np.int32(-1)))
     if not _is_wide(values.dtype):
-        return values.astype(jnp.int32)
+        return _int32(values)
     inside = values < np.asarray(top, values.dtype)
     if jnp.issubdtype(values.dtype, jnp.signedinteger):
         inside &= values >= np.asarray(0, values.dtype)
@@ -91,9 +91,13 @@ def saturate(values: Any) -> Int[Array, "..."]:
         low = INT32_MIN if np.issubdtype(values.dtype, np.signedinteger) else 0
         return jnp.asarray(np.clip(values.astype(np.int64) if values.dtype.itemsize < 8 else values, low, INT32_MAX).astype(np.int32))
     if not _is_wide(values.dtype):
-        return values.astype(jnp.int32)
+        return _int32(values)
     low = INT32_MIN if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
     return jnp.clip(values, np.asarray(low, values.dtype), np.asarray(INT32_MAX, values.dtype)).astype(jnp.int32)
+
+
+def _int32(values: Any) -> Int[Array, "..."]:
+    return values if values.dtype == jnp.int32 else values.astype(jnp.int32)  # `astype` to the same dtype takes JAX 20 us
 
 
 def _is_wide(dtype: Any) -> bool:
