@@ -297,7 +297,7 @@ def check_layer(layer: Any, spec: CacheSpec) -> Array:
         bad_type("layer", layer, "an int or an integer scalar")
     if not 0 <= index < spec.num_layers:
         bad_value("layer", layer, f"in [0, num_layers = {spec.num_layers})")
-    return jnp.asarray(index, jnp.int32)
+    return jnp.asarray(np.int32(index))  # of a Python int it would be two programs on the device
 
 
 def _scale(name: str, scale: Any, spec: CacheSpec) -> Float[Array, "..."]:
