@@ -10,11 +10,14 @@ typedef void (*Hook)(const char* name, const unsigned* dimensions, void* stream,
 static Hook hook;
 static unsigned device_flags; /* e_flags of the code objects that this device takes; 0: of every one */
 static int loads;
+static int launch_status;
 
 void stub_set(Hook wanted_hook, unsigned flags) {
   hook = wanted_hook;
   device_flags = flags;
 }
+
+void stub_fail_launches(int status) { launch_status = status; }
 
 int stub_loads(void) { return loads; }
 
@@ -47,5 +50,5 @@ int hipModuleLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz,
   const unsigned dimensions[7] = {gx, gy, gz, bx, by, bz, shared};
   if (extra != 0) return 1; /* hipErrorInvalidValue */
   if (hook) hook(((Function*)function)->name, dimensions, stream, params);
-  return 0;
+  return launch_status;
 }
