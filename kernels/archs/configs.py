@@ -67,7 +67,9 @@ class DecodeConfig:
       values_first: the loads of the values are issued before the scores are computed, where the loop is not pipelined.
       reduce_num_warps: warps of the reduction.
       one_loop: one loop that masks every tile serves decode of one token a sequence, see `purepage.kernels.triton.kv_loop.attend_all`.
-      whole_tiles: sequences of at most so many tiles are not split, where there are as many programs as compute units.
+      unsplit_keys: where no sequence has more keys, the prefill kernel serves the sequences that decode beside prompts.
+      whole_tiles: sequences of at most so many tiles are not split, where there are as many programs as compute units; longer ones where
+        there are more.
     """
 
     block_n: int
@@ -84,6 +86,7 @@ class DecodeConfig:
     reduce_num_warps: int = 4
     one_loop: bool = False
     whole_tiles: int = 0
+    unsplit_keys: int = 0
     measured: str | None = None
 
 

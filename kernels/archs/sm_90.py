@@ -7,7 +7,7 @@ from .configs import ANY, FP8, KV_DESCRIPTOR, DecodeConfig, PrefillConfig
 from .facts import KIB, OCP, Arch
 
 OPTIMISTIC: Mapping[str, Any] = {"optimistic": True, "frozen_max": True, "partial_sums": 8, "one_loop_tiles": 4, "phase_bytes": 16 << 20}
-DECODE: Mapping[str, Any] = {"one_loop": True, "whole_tiles": 4, "reduce_num_warps": 1}
+DECODE: Mapping[str, Any] = {"one_loop": True, "whole_tiles": 4, "unsplit_keys": 1024, "reduce_num_warps": 1}
 FETCHED: Mapping[str, Any] = {**OPTIMISTIC, "kv_descriptor": True, "page_copy_from": 1024}
 
 ARCH = Arch(
@@ -21,13 +21,13 @@ ARCH = Arch(
     hardware_fp8=OCP,
     prefill={
         ANY: {
-            64: PrefillConfig(64, 64, 4, 4, **OPTIMISTIC, measured="H200: best of twelve at 1x8192, D 64, bf16"),
+            64: PrefillConfig(64, 64, 4, 4, **OPTIMISTIC, page_copy_from=1024, measured="H200: best of twelve at 1x8192, D 64, bf16"),
             128: PrefillConfig(128, 64, 8, 3, **OPTIMISTIC, page_copy_from=1024, measured="H200: best of three at 1x8192, x-packed, bf16"),
             256: PrefillConfig(128, 64, 8, 2, **OPTIMISTIC, page_copy_from=1024),
             512: PrefillConfig(64, 32, 8, 2),
         },
         KV_DESCRIPTOR: {
-            64: PrefillConfig(64, 64, 4, 4, **OPTIMISTIC, measured="H200: pointers were as fast as descriptors at D 64"),
+            64: PrefillConfig(128, 64, 4, 3, **FETCHED, measured="H200: best of six at 4x4096, 64/8/64, bf16"),
             128: PrefillConfig(64, 64, 4, 3, **FETCHED, measured="H200: best of forty at 1x8192, 4x4096 and 16 x 512 of 2048, bf16"),
             256: PrefillConfig(128, 64, 8, 2, **FETCHED, measured="H200: best of eight at 1x8192, D 256, bf16"),
         },
@@ -40,6 +40,10 @@ ARCH = Arch(
             256: DecodeConfig(32, 4, 3, 2, 64, **DECODE),
             512: DecodeConfig(32, 8, 2, 1, 64, **DECODE),
         },
-        FP8: {128: DecodeConfig(64, 2, 3, 4, 64, partial_sums=16, **DECODE, measured="H200: best of thirty at 64x8192, D 128")},
+        FP8: {
+            128: DecodeConfig(
+                64, 2, 3, 4, 64, partial_sums=16, **{**DECODE, "one_loop": False}, measured="H200: best of thirty at 64x8192, D 128"
+            )
+        },
     },
 )

@@ -19,6 +19,8 @@ DECODE_KERNEL = "purepage.kernels.triton.decode:paged_attention_decode"
 REDUCE_KERNEL = "purepage.kernels.triton.decode:paged_attention_reduce"
 FLOATS_PER_THREAD = 128
 """Scores and sums of a decode program, float32, that a thread of an NVIDIA GPU keeps in registers."""
+MOST_DRAFTS = 16
+"""Query tokens of a sequence that decodes, drafts included."""
 MAX_WINDOW = 2**30
 """No sequence has as many tokens."""
 
@@ -111,12 +113,12 @@ def plan_paged_attention(
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
-    chosen = _with_warps(shape, facts, _row(facts.decode, shape, facts))
-    split_row = _fit(shape, facts, chosen, split, lambda row: _split_rows(shape, row)[2])
-    split_tokens = _split_rows(shape, split_row)[1]
+    chosen = _with_warps(shape, facts, _row(facts.decode, shape, facts), cus)
+    split_row = _fit(shape, facts, chosen, split, lambda row: _split_rows(shape, row, cus)[2])
+    split_tokens = _split_rows(shape, split_row, cus)[1]
     uses_tiled = shape.max_query_len > split_tokens
-    if uses_tiled and shape.num_seqs == 1:
-        split_tokens = 0  # the one sequence is a prefill
+    if uses_tiled and (shape.num_seqs == 1 or _longest_span(shape, 1) <= split_row.unsplit_keys):
+        split_tokens = 0  # the one sequence is a prefill, or none has keys enough for a launch of its own
     tiled_row = _fit(shape, facts, _row(facts.prefill, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
 
     names = {**inputs, **outputs}
@@ -196,30 +198,48 @@ def edge_of(row: PrefillConfig | DecodeConfig) -> int:
     return min(row.masked_block_n or row.block_n, row.block_n)
 
 
+def heads_of_rows(group: int, rows: int) -> int:
+    """Heads of one KV head that a program of so many rows has: as many as leave at most 15 % of all rows empty.
+
+    Of 71 heads 9, with 7 query tokens in 64 rows, and not 36 with one.
+    """
+
+    def used(heads: int) -> float:
+        return group / (ceil_div(group, heads) * heads) * (rows // heads * heads / rows)
+
+    choices = sorted({ceil_div(group, blocks) for blocks in range(1, group + 1) if ceil_div(group, blocks) <= rows}, reverse=True)
+    return next((heads for heads in choices if used(heads) >= 0.85), max(choices, key=used))
+
+
 def _tiled_rows(shape: PagedAttentionShape, row: PrefillConfig) -> tuple[int, int, int]:
     """(heads of a group, query tokens, rows) of one program."""
-    heads = ceil_div(shape.group, ceil_div(shape.group, row.block_m))
+    heads = heads_of_rows(shape.group, row.block_m)
     rows = min(row.block_m, max(16, next_power_of_two(heads * shape.max_query_len)))
     return heads, rows // heads, rows
 
 
-def _split_rows(shape: PagedAttentionShape, row: DecodeConfig) -> tuple[int, int, int]:
-    """(heads of a group, most query tokens, rows). The matrix unit has 16 rows at least: several query tokens may share them at no cost."""
+def _split_rows(shape: PagedAttentionShape, row: DecodeConfig, cus: int) -> tuple[int, int, int]:
+    """(heads of a group, most query tokens, rows). The matrix unit has 16 rows at least: several query tokens may share them at no cost.
+
+    All query tokens of a short chunk are rows of one program where the prefill kernel would leave compute units without one.
+    """
     heads = ceil_div(shape.group, ceil_div(shape.group, row.max_block_m))
-    tokens = shape.max_query_len if shape.max_query_len * heads <= row.max_block_m else max(1, 16 // heads)
+    fits = shape.max_query_len * heads <= row.max_block_m
+    few = shape.max_query_len <= MOST_DRAFTS or shape.num_seqs * shape.cache.num_kv_heads < cus
+    tokens = shape.max_query_len if fits and few else max(1, 16 // heads)
     tokens = max(1, min(tokens, shape.max_query_len))
     return heads, tokens, max(16, next_power_of_two(heads * tokens))
 
 
-def _with_warps(shape: PagedAttentionShape, arch: Arch, row: DecodeConfig) -> DecodeConfig:
+def _with_warps(shape: PagedAttentionShape, arch: Arch, row: DecodeConfig, cus: int) -> DecodeConfig:
     """`row` with as many warps as its scores and sums need: many heads of one KV head fill more rows than the table's warps can hold.
 
     A thread has 255 registers. Half of them are for the operands on their way and for addresses.
     """
-    rows = _split_rows(shape, row)[2]
+    rows = _split_rows(shape, row, cus)[2]
     values = rows * (shape.value_pad + row.block_n)
     while arch.vendor == "nvidia" and row.num_warps < 8 and values > FLOATS_PER_THREAD * arch.wave_size * row.num_warps:
-        row = replace(row, num_warps=2 * row.num_warps, measured=None)
+        row = replace(row, num_warps=2 * row.num_warps, splits_per_cu=max(1, row.splits_per_cu // 2), measured=None)
     return row
 
 
@@ -312,6 +332,8 @@ def _prefill_spec(shape: PagedAttentionShape, arch: Arch, row: PrefillConfig, sp
     # float16 weights end at 2**16, so they can't exceed the maximum of the masked tiles by much.
     frozen_max = optimistic and row.frozen_max and shape.compute_dtype != "float16" and not one_loop
     phase_heads = _phase_heads(shape, row, spec)
+    # Keys and values that pass through registers are slower where the products read shared memory.
+    spec = replace(spec, by_vector=False) if rows >= 64 else spec
     return replace(spec, optimistic=optimistic, frozen_max=frozen_max, one_loop=one_loop, phase_heads=phase_heads)
 
 
@@ -359,12 +381,17 @@ def _prefill_launch(shape: PagedAttentionShape, row: PrefillConfig, names: dict[
 def _decode_launches(
     shape: PagedAttentionShape, arch: Arch, row: DecodeConfig, cus: int, names: dict[str, Buffer], *, zero_padding: bool
 ) -> tuple[list[Launch], dict[str, Buffer]]:
-    heads, tokens, rows = _split_rows(shape, row)
+    heads, tokens, rows = _split_rows(shape, row, cus)
     head_blocks = shape.cache.num_kv_heads * ceil_div(shape.group, heads)
     window = kernel_window(shape.sliding_window)
     keys = min(shape.longest, window + tokens + row.block_n) if window else shape.longest
-    whole = ceil_div(keys, row.block_n) <= row.whole_tiles and shape.num_seqs * head_blocks >= cus
-    splits = 0 if whole else max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * ceil_div(keys, row.block_n)))
+    tiles = ceil_div(keys, row.block_n)
+    # Each compute unit runs `splits_per_cu` programs at a time. With this many rounds for each tile of the longest sequence the last round
+    # costs less than the merge, whatever the lengths are.
+    programs = shape.num_seqs * head_blocks
+    enough = cus if tiles <= row.whole_tiles else cus * row.splits_per_cu * tiles / 5
+    whole = tiles <= 8 * row.whole_tiles and programs >= enough
+    splits = 0 if whole else max(1, min(cus * row.splits_per_cu // head_blocks, shape.num_seqs * tiles))
     spec = _spec(
         shape,
         arch,
@@ -382,10 +409,13 @@ def _decode_launches(
     scratch = {} if whole else {"parts": Buffer((spec.part_rows * (shape.cache.value_size + 2),), "float32")}
     names = {**names, **scratch}
     written = tuple(name for name in ("out", "lse") if name in names)
-    programs = max(shape.num_seqs, shape.num_tokens if zero_padding else 0) if whole else splits
+    if whole:
+        programs = max(shape.num_seqs, shape.num_tokens if zero_padding else 0) * head_blocks
+    else:
+        programs = splits * head_blocks
     decode = Launch(
         kernel=DECODE_KERNEL,
-        grid=(programs * head_blocks, 1, 1),
+        grid=(programs, 1, 1),
         args=_args(
             names,
             "out lse parts query cache k_scale v_scale query_start_loc seq_lens block_table layer "

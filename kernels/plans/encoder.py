@@ -10,7 +10,7 @@ from ..archs.choice import config_for, narrowed, over_limits, smaller
 from ..archs.configs import PrefillConfig
 from ..launch import Buffer, Launch, Program
 from ..triton.spec import AttentionSpec, KVLayout
-from .attention import channels_at_a_time, edge_of, kernel_window, masks_of, shared_bytes, sums_of
+from .attention import channels_at_a_time, edge_of, heads_of_rows, kernel_window, masks_of, shared_bytes, sums_of
 from .shapes import PagedAttentionShape
 from .sizes import ceil_div, next_power_of_two
 
@@ -60,7 +60,7 @@ class EncoderShape:
 
 def _heads_and_rows(shape: EncoderShape, row: PrefillConfig) -> tuple[int, int]:
     """(heads of a group, rows) of one program."""
-    heads = ceil_div(shape.group, ceil_div(shape.group, row.block_m))
+    heads = heads_of_rows(shape.group, row.block_m)
     return heads, min(row.block_m, max(16, next_power_of_two(heads * shape.max_query_len)))
 
 
