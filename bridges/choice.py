@@ -5,13 +5,12 @@ Python would run for every launch, or torch can't.
 """
 
 import importlib.util
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ..functional.target import Target, variable_of
+from ..functional.target import Target, variable_of, xla_flags
 from . import trial
 from .native import library
 
@@ -94,7 +93,7 @@ def choose(target: Target, calls: int, *, exported: bool = False) -> Choice:
         return Choice("native", "an exported function can't call Python")
     if not settings.command_buffer:
         return Choice("native", f"{variable_of('command_buffer')} is off, so the callback bridge would run Python for each call")
-    least = recorded_from(os.environ.get("XLA_FLAGS", ""))
+    least = recorded_from(xla_flags())
     if least is None:
         return Choice("native", "XLA_FLAGS turn command buffers off, so the callback bridge would run Python for each call")
     if calls < least:

@@ -116,6 +116,11 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
+def xla_flags() -> str:
+    """XLA's own options, XLA_FLAGS. XLA reads them when JAX first computes, and keeps them."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 @cache
 def environment_settings() -> Settings:
     """The settings of this process: its environment variables when this was first asked. A later change of a variable has no effect."""
