@@ -135,7 +135,7 @@ def _attention(call: PagedAttentionCall, at: Any, sizes: Sizes) -> Division:
     num_seqs = call.metadata.seq_lens.shape[0]
     sequences = at.metadata.block_table[0]
     tokens = _divided_tokens(at.query[0], sequences, num_tokens, num_seqs, heads, sizes)
-    context = tuple(name for name in blocks if name not in tokens)
+    context = tuple(name for name in blocks if name not in tokens and sizes[name] > 1)
     query_heads = _query_heads(heads, at.query[1], num_heads, spec.num_kv_heads, sizes)
     if set(query_heads[len(heads) :]) & {*tokens, *blocks}:
         query_heads = heads

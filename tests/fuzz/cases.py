@@ -169,7 +169,17 @@ def _attention(case: Case, implementation: str) -> None:
         given = {"equal_nan": case["poison_newest"]}
         assert_close(lse, expected_lse, dtype="lse", what=f"lse, data seed {seed}", **given)
         given |= {"compute_dtype": _coarsest(case), "lse": expected_lse}
-        assert_close(out, np.asarray(expected, np.float64), dtype=wanted, what=f"out, data seed {seed}", **given)
+        out, expected = np.array(out), np.asarray(expected, np.float64)
+        if wanted == np.float32:
+            out = _without_underflow(out, expected, values)
+        assert_close(out, expected, dtype=wanted, what=f"out, data seed {seed}", **given)
+
+
+def _without_underflow(out: np.ndarray, expected: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Takes the oracle's number where both are below what weights beneath float32's smallest normal number sum to; a sink leaves such."""
+    finite = np.abs(np.where(np.isfinite(values), values, 0).astype(np.float64))
+    floor = np.finfo(np.float32).tiny * np.max(finite, initial=0.0) * values.shape[1] * values.shape[2]
+    return np.where(np.maximum(np.abs(expected), np.abs(out)) < floor, expected, out).astype(out.dtype)
 
 
 def _coarsest(case: Case) -> np.dtype:
