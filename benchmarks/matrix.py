@@ -1,7 +1,7 @@
 """Times paged attention of published models beside its peers, one sampled slice of the matrix after another.
 
     python -m benchmarks.matrix --seed 0 --budget-s 150 --out slice.jsonl [--skip earlier.jsonl ...]
-    python -m benchmarks.matrix --report h200_matrix slice.jsonl ...
+    python -m benchmarks.matrix --report h200_matrix.md slice.jsonl ...
 
 A case is an attention layer of a model of docs/models.toml, a workload and a kind of cache. A slice is as many cases of the shuffled matrix
 as the time allows. First several processes compile what the cases need, then one times them alone: kernels by themselves, in replays
@@ -638,6 +638,43 @@ def run(args: argparse.Namespace) -> None:
     print(f"{time.time() - begin:.0f} s")
 
 
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def report(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The Markdown of timed rows: mean and worst ratio to the best peer of each workload and cache, then every case that a peer wins."""
+    rows = [row for row in rows if "purepage" in row["us"]]
+    groups: dict[str, list[Mapping[str, Any]]] = {"all": rows}
+    for row in rows:
+        groups.setdefault(row["workload"].split()[0], []).append(row)
+    for row in rows:
+        groups.setdefault(row["cache"], []).append(row)
+    lines = [
+        "# Published models beside their peers",
+        "",
+        "Our time over the best peer's of the same run, where the results agree: below 1 we are faster. Paged peers "
+        f"({', '.join(PAGED)}) read a paged cache; dense ones ({', '.join(DENSE)}) get keys and values that were gathered beforehand. "
+        "Kernels alone, without a bridge; a sample of the matrix, on an NVIDIA H200: `python -m benchmarks.matrix --seed 1`.",
+        "",
+        "| cases | beside paged | geometric mean | worst | beside dense | geometric mean | worst |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, members in groups.items():
+        cells = [name]
+        for peers in (PAGED, DENSE):
+            found = [value for row in members if (value := ratio(row, peers))]
+            cells += [str(len(found)), f"{geometric_mean(found):.2f}", f"{max(found):.2f}"] if found else ["0", "", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    lost = sorted(((value, row) for row in rows if (value := ratio(row, PAGED)) and value > 1), key=lambda pair: -pair[0])
+    lines += ["", "## Cases that a paged peer wins", "", "| case | ours, µs | " + " | ".join((*PAGED, *DENSE)) + " | ratio |"]
+    lines.append("|---|" + "---:|" * (len(PAGED) + len(DENSE) + 2))
+    for value, row in lost:
+        times = [f"{row['us'][name]:.1f}" if name in row["us"] else "" for name in ("purepage", *PAGED, *DENSE)]
+        lines.append(f"| {row['case'].replace(' | ', ', ')} | {' | '.join(times)} | {value:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times the matrix of published models.")
     parser.add_argument("--seed", type=int, default=0)
@@ -647,14 +684,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("matrix.jsonl"))
     parser.add_argument("--compile-s", type=float, default=80)
     parser.add_argument("--budget-s", type=float, default=160)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="only write the summary of slices to this file")
+    parser.add_argument("slices", type=Path, nargs="*", help="of --report: what `--out` wrote")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if args.report:
+        args.report.write_text(report(json.loads(line) for path in args.slices for line in path.read_text().splitlines()))
+        return 0
     os.environ["JAX_PLATFORMS"] = "cuda,cpu"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    run(parse(argv))
+    run(args)
     return 0
 
 

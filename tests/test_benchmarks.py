@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import cases, inputs, measure, report, summary
+from benchmarks import cases, inputs, matrix, measure, report, summary
 from benchmarks.cases import Case, WriterCase
 from benchmarks.peers import JaxCall, Unavailable
 
@@ -188,3 +188,20 @@ def test_a_spent_budget_leaves_rows_that_say_so(tmp_path):
     assert command.main(arguments) == 0
     rows = json.loads((tmp_path / "run.json").read_text())["rows"]
     assert rows and {row["status"] for row in rows} == {"skipped"}
+
+
+def test_the_matrix_reports_mean_and_worst_ratios_by_hand(tmp_path):
+    """A peer whose result differs is no peer: 10 us over 20 and 40 over 10, not over the wrong 1."""
+    rows = [
+        {"us": {"purepage": 10.0, "AITER": 20.0, "cuDNN paged": 1.0}, "difference": {"cuDNN paged": 0.5}},
+        {"us": {"purepage": 40.0, "AITER": 10.0, "SDPA": 80.0}, "difference": {}},
+        {"us": {"AITER": 3.0}, "difference": {}},
+    ]
+    for index, row in enumerate(rows):
+        row |= {"case": f"Model | decode {index} x 8 | packed 64", "workload": f"decode {index} x 8", "cache": "packed 64"}
+    slices, out = tmp_path / "slice.jsonl", tmp_path / "matrix.md"
+    slices.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert matrix.main(["--report", str(out), str(slices)]) == 0
+    text = out.read_text()
+    assert "| all | 2 | 1.41 | 4.00 | 1 | 0.50 | 0.50 |" in text and "| Model, decode 1 x 8, packed 64 | 40.0 |" in text
+    assert "decode 0 x 8" not in text
