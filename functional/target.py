@@ -53,6 +53,12 @@ class Settings:
         False,
         "Without a name, a call goes to AITER wherever AITER serves it; by default purepage's kernels come first.",
     )
+    pallas_hopper: bool = _setting(
+        "PUREPAGE_PALLAS_HOPPER",
+        False,
+        'With `implementation="pallas"` on an H100 or H200 and jax 0.11, prompts go to the Mosaic GPU kernel. Experimental: right in the '
+        "shapes that ran, and not yet faster than `triton` around the kernel.",
+    )
     aiter_finite_cache: bool = _setting(
         "PUREPAGE_AITER_FINITE_CACHE",
         False,

@@ -199,7 +199,7 @@ def test_the_matrix_reports_mean_and_worst_ratios_by_hand(tmp_path):
     ]
     for index, row in enumerate(rows):
         row |= {"case": f"Model | decode {index} x 8 | packed 64", "workload": f"decode {index} x 8", "cache": "packed 64"}
-    slices, out = tmp_path / "slice.jsonl", tmp_path / "matrix.md"
+    slices, out = tmp_path / "slice.jsonl", tmp_path / "summary"
     slices.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert matrix.main(["--report", str(out), str(slices)]) == 0
     text = out.read_text()

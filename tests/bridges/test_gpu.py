@@ -7,6 +7,7 @@ import importlib
 import os
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from pairwise import case_id, pairwise
 
 import purepage as pp
 from purepage.bridges.execute import using_bridge
+from purepage.functional.attention import paged_attention_call
+from purepage.functional.target import current_target, using_settings
+from purepage.kernels.pallas import hopper_reasons
 from purepage.testing import assert_close, random_batch, reference_encoder_attention
 
 ON_GPU = bool(os.environ.get("PUREPAGE_TEST_GPU")) and jax.default_backend() == "gpu"
@@ -294,3 +298,43 @@ def test_a_pool_past_int32_elements():
     small = replace(spec, num_blocks=1)
     again = pp.update_cache(pp.init_cache(small), key, value, jnp.arange(16), implementation="xla")
     np.testing.assert_array_equal(np.asarray(cache.data[0, last]), np.asarray(again.data[0, 0]))
+
+
+HOPPER = {
+    "prompts": {"query_lens": [200, 70, 1, 3, 129, 0, 65], "seq_lens": [500, 70, 300, 3, 129, 0, 700]},
+    "window": {"options": {"sliding_window": 100}},
+    "cap and sinks": {"options": {"logits_soft_cap": 5.0, "sinks": np.array([0.5, -1, 2, 20], np.float32)}},
+    "head size 64": {"head_size": 64},
+    "head size 256": {"head_size": 256},
+    "blocks of 128": {"block_size": 128},
+    "flash, blocks of 256": {"block_size": 256, "content": "flash"},
+    "float16": {"dtype": F16},
+    "key ranges": {"key_range": True},
+    "NaN in the newest key": {"poison_newest": True},
+    "one KV head": {"num_heads": 10, "num_kv_heads": 1, "options": {"scale": 0.3}},
+}
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_the_hopper_kernel_is_the_oracles(name):
+    made: dict[str, Any] = {
+        "query_lens": [200, 300],
+        "seq_lens": [700, 300],
+        "head_size": 128,
+        "block_size": 64,
+        "dtype": BF16,
+        **HOPPER[name],
+    }
+    options, content = dict(made.pop("options", {})), made.pop("content", "packed")
+    batch = random_batch(3, kind="prefill", num_layers=2, sliding_window=options.get("sliding_window"), **made)
+    options |= batch.masks
+    with using_settings(pallas_hopper=True):
+        call = paged_attention_call(jnp.asarray(batch.query), batch.cache(content=content), batch.metadata, layer=1, **options)
+        if reasons := hopper_reasons(call, current_target()):
+            pytest.skip("; ".join(reasons))
+        attend = jax.jit(lambda *arrays: pp.paged_attention(*arrays, layer=1, return_lse=True, implementation="pallas", **options))
+        out, lse = attend(batch.query, batch.cache(content=content), batch.metadata)
+    expected, expected_lse = batch.reference(layer=1, **options)
+    poisoned = {"equal_nan": made.get("poison_newest", False)}
+    assert_close(lse, expected_lse, dtype="lse", compute_dtype=out.dtype, **poisoned)
+    assert_close(out, np.asarray(expected, np.float64), dtype=out.dtype, lse=expected_lse, **poisoned)
