@@ -78,12 +78,17 @@ def hopper_reasons(call: PagedAttentionCall, target: Target) -> tuple[str, ...]:
     """Why `hopper.py` does not serve a call, which then goes to the portable kernel; empty where it does."""
     spec, query = call.cache.local_spec, call.query
     size, dtype = query.shape[-1], query.dtype
-    if target.arch != "sm_90" or target.platform != "cuda":
-        return (f"arch {target.arch}: it serves sm_90",)
+    arch = find_arch(target.arch)
+    if arch is None or arch.matrix != "wgmma":
+        return (f"arch {target.arch}: it multiplies by asynchronous matrix instructions of warp groups (wgmma)",)
     if not target.settings.pallas_hopper:
         return (f"{variable_of('pallas_hopper')} is off",)
     if JAX != (0, 11):  # 0.10 has another interface, 0.12 refuses to store rows that are not swizzled
         return (f"jax {jax.__version__}: it was run with 0.11",)
+    try:
+        importlib.import_module(".hopper", __name__)
+    except ImportError as error:  # Mosaic GPU imports absl, on which jax does not depend
+        return (f"Pallas' Mosaic GPU backend cannot be imported ({error})",)
     block_n = HOPPER.get(size, (64, 0))[0]
     needs = {
         f"head size {size}: it serves {', '.join(map(str, HOPPER))}": size in HOPPER,

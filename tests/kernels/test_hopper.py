@@ -1,5 +1,7 @@
 """The bookkeeping of the Hopper kernel: which block attends which rows and keys. `tests/bridges/test_gpu.py` compares its results."""
 
+import importlib
+import sys
 from dataclasses import replace
 
 import jax
@@ -29,7 +31,7 @@ def visible_of(query_lens, seq_lens, window, num_tokens):
 @pytest.mark.parametrize("window", [10**6, 100, 1])
 @pytest.mark.parametrize("block_n", [64, 128])
 def test_every_row_meets_every_key_that_it_sees_and_whole_tiles_need_no_mask(block_n, window):
-    hopper = pytest.importorskip("purepage.kernels.pallas.hopper")
+    hopper = importlib.import_module("purepage.kernels.pallas.hopper")
     query_lens, seq_lens = [200, 70, 0, 1, 129, 64], [500, 70, 30, 300, 129, 1000]
     num_tokens = sum(query_lens) + 9  # the last rows belong to no sequence
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
@@ -87,3 +89,9 @@ def test_it_is_taken_only_where_it_is_switched_on_for_the_release_that_ran_it(mo
     assert "sm_80" in pallas.hopper_reasons(call_of(), replace(H200, arch="sm_80"))[0]
     monkeypatch.setattr(pallas, "JAX", (0, 12))
     assert jax.__version__ in pallas.hopper_reasons(call_of(), H200)[0]
+
+
+def test_a_machine_without_what_mosaic_gpu_imports_is_served_by_the_portable_kernel(monkeypatch):
+    monkeypatch.setattr(pallas, "JAX", (0, 11))
+    monkeypatch.setitem(sys.modules, "purepage.kernels.pallas.hopper", None)
+    assert "cannot be imported" in pallas.hopper_reasons(call_of(), H200)[0]
