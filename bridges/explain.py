@@ -4,8 +4,8 @@ The function is traced under an assumed target and an interceptor, both of which
 function is traced anew for each explanation, whether it ran before or not, and runs afterwards as if it had not been explained.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..functional.target import Target, assuming_target, current_target, named_t
 from ..kernels.launch import Buffer, Launch, Program
 from .automatic import Counter, counted
 from .choice import choose
+from .steps import pallas_kernels, steps_of
 
 SHOWN_FACTS = (
     *("block_m", "block_tokens", "block_heads", "block_n", "masked_block_n", "split_tokens", "num_splits", "parts_per_step", "page_size"),
@@ -46,6 +47,7 @@ class Choice:
       bridge_reason: why through this bridge.
       kernels: (name, grid) of each kernel of the `pallas` implementation where that is chosen.
       by_name: whether the implementation was asked for by name.
+      steps: for each implementation that can serve the call, asked for by name, what runs; empty unless `side_by_side` was asked for.
     """
 
     operation: str
@@ -56,6 +58,7 @@ class Choice:
     kernels: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_name: bool = False
     bridge_reason: str = ""
+    steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def _able(self) -> str:
         """What is said of an implementation that could serve the call and is not the one."""
@@ -71,6 +74,8 @@ class Choice:
         for name, reasons in self.unsupported_reasons.items():
             if name != self.implementation:
                 lines.append(f"  not {name}: {'; '.join(reasons) if reasons else self._able()}")
+        for name, steps in self.steps.items():
+            lines += [f"  as {name}:", *(f"    {number}. {step}" for number, step in enumerate(steps, 1))]
         return "\n".join(lines)
 
 
@@ -104,6 +109,9 @@ class Explanation:
             if program is not None:
                 launches = [launch_row(number, launch) for number, launch in enumerate(program.launches, 1)]
                 parts.append(table(f"launches, through the {choice.bridge} bridge: {choice.bridge_reason}", launches, head=LAUNCH_HEAD))
+            if choice.steps:
+                rows = [(name, number, step) for name, steps in choice.steps.items() for number, step in enumerate(steps, 1)]
+                parts.append(table(f"{choice.operation}, side by side", rows, head=("", "", "step")))
         return "".join(parts)
 
 
@@ -137,7 +145,13 @@ def _nbytes(buffer: Buffer) -> int:
 
 
 def explain(
-    function: Callable[..., Any], /, *args: Any, arch: str | None = None, implementation: Implementation | None = None, **kwargs: Any
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    arch: str | None = None,
+    implementation: Implementation | None = None,
+    side_by_side: bool = False,
+    **kwargs: Any,
 ) -> Explanation:
     """Says which implementation and kernels would run for `function(*args, **kwargs)`, and why the others would not. Nothing is computed.
 
@@ -149,6 +163,8 @@ def explain(
       arch: an architecture or a product, "gfx942", "MI300X", "sm_90", "cpu", ...: what would run there, with the packages that are
         installed here; default: the device that JAX computes on.
       implementation: asks for this one, as the argument of that name of each function.
+      side_by_side: also shows the steps of every implementation that can serve a call, asked for by name: the loops of `xla`, the kernels
+        of `pallas`, the launches of `triton`, the operator of `aiter`. It takes a trace of each.
 
     Returns:
       An `Explanation`; printing it shows the text.
@@ -165,6 +181,8 @@ def explain(
 
     def interceptor(operation: str, call: Any, asked: str | None) -> str:
         choice = _choice(operation, call, implementation or asked, target)
+        if side_by_side:
+            choice = replace(choice, steps=_steps(operation, call, target))
         found.append((choice, counted() if choice.program is not None else Counter()))
         return "xla"  # it serves every call, and the trace is only for its shapes
 
@@ -211,16 +229,11 @@ def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Cho
     chosen = next((name for name in candidates if not reasons[name]), None)
     served = plans[chosen] if chosen is not None else None
     program = served.program if isinstance(served, dispatch.Plan) else None
-    kernels = tuple(_pallas_kernels(jax.make_jaxpr(served.run)(call))) if chosen == "pallas" and isinstance(served, dispatch.Plan) else ()
+    kernels = pallas_kernels(served, call) if chosen == "pallas" and isinstance(served, dispatch.Plan) else ()
     return Choice(operation, chosen, reasons, program, "", kernels, asked is not None)
 
 
-def _pallas_kernels(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, grid) of each `pallas_call` of a program, in its order."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == "pallas_call":
-            yield equation.params["name"], tuple(equation.params["grid_mapping"].grid)
-            continue
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                yield from _pallas_kernels(value)
+def _steps(operation: str, call: Any, target: Target) -> dict[str, tuple[str, ...]]:
+    """What each implementation would run for the call, of those that can serve it by name."""
+    plans = {name: dispatch.plan_with(name, operation, call, target, explicit=True) for name in dispatch.IMPLEMENTATIONS}
+    return {name: steps_of(plan, call) for name, plan in plans.items() if isinstance(plan, dispatch.Plan)}

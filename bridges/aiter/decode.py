@@ -65,7 +65,7 @@ def paged_decode(call: PagedAttentionCall) -> tuple[Array, None]:
     """(out [T, Hq, D], None)."""
     operator, arrays = plan_paged_decode(call)
     results = [jax.ShapeDtypeStruct(arrays["query"].shape, jnp.float32)]
-    (rows,) = call_torch(operator, [arrays[name] for name in operator.names], results)
+    (rows,) = call_torch(operator, [arrays[name] for name in operator.names], results, name="aiter paged_attention_decode")
     sequence, _ = token_sequences(call.metadata, call.query.shape[0])
     out = jnp.take(rows, sequence, axis=0)
     if call.cache.spec.is_quantized:

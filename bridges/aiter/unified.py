@@ -84,7 +84,8 @@ def unified_attention(target: Target, call: PagedAttentionCall) -> tuple[Array, 
     record = target.settings.aiter_command_buffer and not splits and call.output_scale is None
     late_scale = _scales_values_late(call)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32 if late_scale else call.output_dtype)]
-    (out,) = call_torch(operator, [arrays[name] for name in operator.names], results, command_buffer=record)
+    inputs = [arrays[name] for name in operator.names]
+    (out,) = call_torch(operator, inputs, results, command_buffer=record, name="aiter unified_attention")
     if rows == "sequences":
         out = jnp.take(out, token_sequences(call.metadata, call.query.shape[0])[0], axis=0)
     if late_scale:

@@ -77,7 +77,14 @@ def rope_and_update_cache(target: Target, call: RopeUpdateCall) -> tuple[Array, 
     inputs = [call.query, call.key, call.value, slots, positions, table[:, :half], table[:, half:], call.cache.data]
     operator = RopeAndCache(view, spec.dtype.name, call.is_neox)
     results = [_struct(x) for x in (call.query, call.key, call.cache.data)]
-    query, key, data = call_torch(operator, inputs, results, aliases={7: 2}, command_buffer=target.settings.aiter_command_buffer)
+    query, key, data = call_torch(
+        operator,
+        inputs,
+        results,
+        aliases={7: 2},
+        command_buffer=target.settings.aiter_command_buffer,
+        name="aiter fused_qk_rope_reshape_and_cache",
+    )
     _, unwritten = xla.rotary_embedding(
         RotaryCall(positions=call.positions, query=call.key, key=call.key, cos_sin_cache=call.cos_sin_cache, is_neox=call.is_neox)
     )
@@ -119,7 +126,8 @@ def plan_update_cache(call: UpdateCacheCall) -> tuple[ReshapeAndCache, Array]:
 
 def update_cache(call: UpdateCacheCall) -> KVCache:
     operator, slots = plan_update_cache(call)
-    (data,) = call_torch(operator, [call.key, call.value, slots, call.cache.data], [_struct(call.cache.data)], aliases={3: 0})
+    inputs = [call.key, call.value, slots, call.cache.data]
+    (data,) = call_torch(operator, inputs, [_struct(call.cache.data)], aliases={3: 0}, name=f"aiter {operator.operator}")
     return replace(call.cache, data=data)
 
 
@@ -217,7 +225,7 @@ def qk_norm_rope_and_update_cache(call: QkNormRopeUpdateCall) -> tuple[Array, Ar
     shapes = [(tokens, call.num_heads, spec.head_size), (tokens, spec.num_kv_heads, spec.head_size)]
     results = [*(jax.ShapeDtypeStruct(shape, call.qkv.dtype) for shape in shapes), _struct(call.cache.data)]
     inputs = [call.qkv, call.q_weight, call.k_weight, call.cos_sin_cache, positions, slots, call.cache.data]
-    query, key, data = call_torch(operator, inputs, results, aliases={6: 2})
+    query, key, data = call_torch(operator, inputs, results, aliases={6: 2}, name=f"aiter {operator.operator}")
     _, other, value, _ = xla.qk_norm_rope_and_update_cache(replace(call, slot_mapping=jnp.full_like(call.slot_mapping, -1)))
     key = jnp.where((slots >= 0)[:, None, None], key, other)
     return query, key, value, replace(call.cache, data=data)

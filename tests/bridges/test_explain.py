@@ -1,6 +1,11 @@
 """`explain`: which implementation and which kernels would run, on this machine or on a named architecture, without running anything."""
 
+import contextlib
+import importlib.util
+import io
 import os
+import re
+from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -9,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import purepage as pp
-from purepage.functional.dispatch import IMPLEMENTATIONS
+from purepage.bridges.steps import steps_of
+from purepage.functional.dispatch import IMPLEMENTATIONS, Plan
 from purepage.functional.target import current_target
 
 pytest.importorskip("torch")
@@ -158,3 +164,52 @@ def test_another_implementation_that_could_serve_is_told_from_a_refusal():
     text = str(pp.explain(*arguments, arch="gfx942", implementation="triton"))
     assert "not xla: can serve it, triton is asked for by name" in text
     assert "not xla: can serve it, triton comes first" in str(pp.explain(*arguments, arch="gfx90a"))
+
+
+def test_every_implementation_that_serves_a_call_shows_its_steps_side_by_side():
+    arguments = pp.paged_attention, shape(8, 32, 128), SPEC, decode_batch(8, 64)
+    found = pp.explain(*arguments, arch="gfx942", side_by_side=True)
+    steps = only(found).steps
+    assert list(steps) == [name for name in IMPLEMENTATIONS if name in steps]
+    assert [step.split(":")[0] for step in steps["triton"]] == [
+        "Triton kernel paged_attention_decode",
+        "Triton kernel paged_attention_reduce",
+    ]
+    assert [step.split(":")[0] for step in steps["pallas"]] == ["Pallas kernel paged_attention", "Pallas kernel paged_attention_reduce"]
+    assert steps["xla"] == ("XLA loop, as many iterations as the data asks for: 2 products, 3 gathers each",)
+    if "aiter" in steps:
+        assert steps["aiter"] == ("torch operator aiter unified_attention",)
+    text, html = str(found), found._repr_html_()
+    for name, lines in steps.items():
+        assert f"  as {name}:\n    1. {lines[0]}" in text and lines[0] in html
+    assert only(pp.explain(*arguments, arch="gfx942")).steps == {} and "  as " not in str(pp.explain(*arguments, arch="gfx942"))
+
+
+def test_the_page_about_concepts_shows_what_is_printed():
+    page = (Path(__file__).parents[2] / "docs/concepts.md").read_text()
+    program, shown = re.search(r"```python\n(spec = [^`]*side_by_side=True[^`]*)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    names = {"pp": pp, "jax": jax, "jnp": jnp}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, names)
+    if importlib.util.find_spec("aiter") is None:
+        shown = re.sub(r"  as aiter:\n(    .*\n)*", "", shown)
+    assert printed.getvalue().rstrip().endswith(shown.rstrip())
+
+
+def test_the_steps_of_a_writer_are_its_kernel_or_its_scatter():
+    arguments = pp.update_cache, SPEC, shape(8, 8, 128), shape(8, 8, 128), shape(8, dtype=jnp.int32)
+    steps = only(pp.explain(*arguments, arch="gfx1100", side_by_side=True)).steps
+    assert steps["xla"] == ("XLA operations: 1 scatter",)
+    assert steps["triton"][0].startswith("Triton kernel update_cache_kernel: grid") and len(steps["triton"]) == 1
+
+
+def test_steps_of_a_scan_say_how_often_it_runs():
+    def twice(query, cache, metadata):
+        return pp.paged_attention(query, cache, metadata) @ jnp.ones((128, 128), BF16)
+
+    def scanned(plan_call):
+        return jax.lax.scan(lambda carry, _: (carry @ carry, None), plan_call, length=7)[0]
+
+    assert steps_of(Plan(scanned), jnp.ones((4, 4))) == ("XLA loop, 7 iterations: 1 product each",)
+    assert steps_of(Plan(lambda x: x @ x), jnp.ones((4, 4))) == ("XLA operations: 1 product",)
+    assert len(pp.explain(twice, shape(8, 32, 128), SPEC, decode_batch(8, 64), side_by_side=True).choices) == 1
