@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ..functional.errors import DOCUMENTATION
 from ..functional.target import Target, variable_of, xla_flags
 from . import trial
 from .native import library
@@ -66,7 +67,10 @@ def refusal(target: Target) -> tuple[str, bool] | None:
     hint = "" if target.settings.bridge or target.platform == "cpu" else f"; the native bridge needs no torch, but {library.obstacle()}"
     if missing := missing_packages(packages):
         hint = hint if "torch" in missing else ""
-        return f"needs {' and '.join(missing)}, not installed here: pip install 'purepage[triton]'{hint}", False
+        # That extra brings PyPI's torch and Triton, which are CUDA's.
+        on_amd = target.platform == "rocm" or not missing_packages(("jax_rocm7_plugin",))
+        remedy = f"see {DOCUMENTATION}/rocm.html" if on_amd else "pip install 'purepage[triton]'"
+        return f"needs {' and '.join(missing)}, not installed here: {remedy}{hint}", False
     if target.platform != "cpu" and (why := trial.broken(packages, target)):
         return why + hint, True
     return None

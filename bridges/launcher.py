@@ -108,7 +108,8 @@ def describe_failure(program: Program, launch: Launch) -> Iterator[None]:
 class CompiledLaunch:
     """A kernel on one device with all but its pointers and the stream bound.
 
-    `args` are the values for Triton's launcher; `pointers` are (place in args, index of the buffer), `descriptors` (place, index, what).
+    `args` are the values for Triton's launcher; `pointers` are (place in args, index of the buffer), `descriptors` (place, index, what);
+    `binary` is Triton's compiled kernel, with its assembly.
     """
 
     launch: Callable[..., None]
@@ -118,6 +119,7 @@ class CompiledLaunch:
     args: tuple[Any, ...]
     pointers: tuple[tuple[int, int], ...]
     descriptors: tuple[tuple[int, int, Descriptor], ...] = ()
+    binary: Any = None
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         args = list(self.args)
@@ -214,6 +216,7 @@ def _compile(program: Program, device: int, aligned: tuple[bool, ...]) -> tuple[
                         descriptors=tuple(
                             (place, index[arg.buffer], arg) for place, arg in zip(places, given, strict=True) if isinstance(arg, Descriptor)
                         ),
+                        binary=binary,
                     )
                 )
     return tuple(launches)

@@ -34,11 +34,12 @@ class Case:
 
     Attributes:
       name: what is checked.
-      run: given an implementation's name, raises AssertionError on a wrong result and UnsupportedError where it is refused.
+      run: given an implementation's name, returns the largest absolute difference from the oracle; raises AssertionError on a wrong
+        result and UnsupportedError where it is refused.
     """
 
     name: str
-    run: Callable[[Any], None]
+    run: Callable[[Any], float]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Outcome:
     implementation: str
     verdict: str
     detail: str = ""
+    error: float | None = None
+    """Largest absolute difference from the oracle, where the case passed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Attention:
     content: Content = "packed"
     order: Order = "LBHNC"
 
-    def __call__(self, implementation: Any) -> None:
+    def __call__(self, implementation: Any) -> float:
         made: dict[str, Any] = {"num_layers": 2, "dtype": _BF16, "sliding_window": self.options.get("sliding_window"), **self.made}
         batch = random_batch(7, **made)
         cache = batch.cache(content=self.content, order=self.order)
@@ -70,6 +73,7 @@ class Attention:
         out = attend(jnp.asarray(batch.query), cache, batch.metadata, jnp.int32(1))
         expected, _ = batch.reference(layer=1, **self.options)
         assert_close(out, expected, dtype=np.asarray(batch.query).dtype)
+        return _largest_difference(out, expected)
 
 
 @dataclass(frozen=True)
@@ -81,27 +85,34 @@ class Write:
     cache_dtype: Any = None
     dtype: Any = _BF16
 
-    def __call__(self, implementation: Any) -> None:
+    def __call__(self, implementation: Any) -> float:
         batch = random_batch(8, dtype=self.dtype, cache_dtype=self.cache_dtype, num_layers=2)
-        cache, slots = batch.cache_before(content=self.content), batch.metadata.slot_mapping
+        cache, slots, error = batch.cache_before(content=self.content), batch.metadata.slot_mapping, 0.0
         query, key, value = (_finite(x) for x in (batch.query, batch.new_keys[1], batch.new_values[1]))
         if self.rope:
             table = np.random.default_rng(9).uniform(-1, 1, (64, query.shape[-1])).astype(np.float32)
             write = jax.jit(lambda *args: rope_and_update_cache(*args, layer=1, implementation=implementation))
             rotated_query, rotated, written = write(query, key, value, batch.positions, table, cache, slots)
             for actual, x in ((rotated_query, query), (rotated, key)):
-                assert_close(actual, reference_rope(batch.positions, x, table, is_neox=True), dtype=self.dtype)
+                rotated_x = reference_rope(batch.positions, x, table, is_neox=True)
+                assert_close(actual, rotated_x, dtype=self.dtype)
+                error = max(error, _largest_difference(actual, rotated_x))
             key = np.asarray(rotated)
         else:
             written = jax.jit(lambda *args: update_cache(*args, layer=1, implementation=implementation))(cache, key, value, slots)
         expected = update_cache(cache, jnp.asarray(key), jnp.asarray(value), slots, layer=1, implementation="xla")
         wrong = int(np.sum(_bytes(written.data) != _bytes(expected.data)))
         assert not wrong, f"{wrong} bytes of the cache differ from what XLA stores"
+        return error
 
 
 def _finite(array: np.ndarray) -> np.ndarray:
     """0 for NaN; `np.nan_to_num` leaves bfloat16 as it is."""
     return np.where(np.isnan(array), np.zeros((), array.dtype), array)
+
+
+def _largest_difference(actual: Any, expected: Any) -> float:
+    return float(np.max(np.abs(np.asarray(actual, np.float64) - np.asarray(expected, np.float64)), initial=0.0))
 
 
 def _bytes(array: Any) -> np.ndarray:
@@ -118,7 +129,7 @@ def cases(target: Target) -> tuple[Case, ...]:
         "alibi": {"alibi_slopes": slopes},
         "sinks": {"sinks": sinks},
     }
-    grid: dict[str, Callable[[Any], None]] = {}
+    grid: dict[str, Callable[[Any], float]] = {}
     for kind in ("decode", "mixed", "chunked", "cross"):
         grid[f"attention, {kind}"] = Attention({"kind": kind})
     for content in ("flash", "xpacked", "xpacked_interleaved_v", "shuffled"):
@@ -147,13 +158,13 @@ def cases(target: Target) -> tuple[Case, ...]:
 def outcome(case: Case, implementation: Any) -> Outcome:
     """Runs one case; a kernel that does not compile, or fails in any other way, has failed."""
     try:
-        case.run(implementation)
-    except UnsupportedError as error:
-        reason = str(error).removeprefix(f"{implementation} can't serve this ").rpartition("; ")[0] or str(error)
+        error = case.run(implementation)
+    except UnsupportedError as refusal:
+        reason = str(refusal).removeprefix(f"{implementation} can't serve this ").rpartition("; ")[0] or str(refusal)
         return Outcome(case.name, implementation, REFUSED, reason.partition(": ")[2] or reason)
-    except Exception as error:
-        return Outcome(case.name, implementation, FAILED, f"{type(error).__name__}: {error}".replace("\n", " "))
-    return Outcome(case.name, implementation, PASSED)
+    except Exception as failure:
+        return Outcome(case.name, implementation, FAILED, f"{type(failure).__name__}: {failure}".replace("\n", " "))
+    return Outcome(case.name, implementation, PASSED, error=error)
 
 
 def default_implementations(target: Target) -> tuple[str, ...]:

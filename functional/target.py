@@ -127,6 +127,11 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def environment() -> Mapping[str, str]:
+    """The environment variables of this process, for a report of it and for its child processes."""
+    return os.environ
+
+
 @cache
 def environment_settings() -> Settings:
     """The settings of this process: its environment variables when this was first asked. A later change of a variable has no effect."""
