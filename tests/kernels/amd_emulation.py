@@ -47,12 +47,10 @@ def foreign_fp8(arch):
     return ml_dtypes.float8_e4m3fn if "float8_e4m3fnuz" in arch_facts(arch).hardware_fp8 else ml_dtypes.float8_e4m3fnuz
 
 
-def emulate(operation, call, arch, *, num_cus=2):
-    """Plans the call for `arch`, compiles its launches and executes them; returns the outputs and updated inputs by name."""
-    import amdemu
-
+def emulate(operation, call, arch, *, num_cus=2, **rows):
+    """Plans the call for `arch` and executes its launches; returns the outputs and updated inputs by name. `rows` are the plan's own."""
     described = OPERATIONS[operation]
-    program = described.plan(described.shape(call), arch, num_cus=num_cus)
+    program = described.plan(described.shape(call), arch, num_cus=num_cus, **rows)
     arrays = described.arrays(call)
     buffers = dict((*program.inputs, *program.outputs, *program.scratch))
     memory = {name: np.array(arrays[name]) for name, _ in program.inputs}
@@ -60,6 +58,17 @@ def emulate(operation, call, arch, *, num_cus=2):
         blank = np.full(int(np.prod(buffer.shape)) * np.dtype(buffer.dtype).itemsize, 0xFF, np.uint8)  # NaN in every float dtype
         memory[name] = blank.view(buffer.dtype).reshape(buffer.shape)
     before = {name: array.copy() for name, array in memory.items()}
+    execute(program, memory, arch)
+    written = {name for launch in program.launches for name in launch.writes}
+    for name in set(buffers) - written:
+        np.testing.assert_array_equal(memory[name].view(np.uint8), before[name].view(np.uint8), err_msg=f"{name} was written")
+    return {name: memory[name] for name in (*(name for name, _ in program.outputs), *program.updates)}
+
+
+def compile_and_emulate(program, memory, arch):
+    """Compiles each launch without a launcher and executes its assembly on the named arrays, in place."""
+    import amdemu
+
     for launch in program.launches:
         args = [memory[arg] if isinstance(arg, str) else arg for arg in launch.args]
         args = [a.view(pointer_dtype(a.dtype.name)) if isinstance(a, np.ndarray) else a for a in args]
@@ -75,10 +84,19 @@ def emulate(operation, call, arch, *, num_cus=2):
             **options,
         )
         amdemu.launch(compiled, launch.grid, args)
-    written = {name for launch in program.launches for name in launch.writes}
-    for name in set(buffers) - written:
-        np.testing.assert_array_equal(memory[name].view(np.uint8), before[name].view(np.uint8), err_msg=f"{name} was written")
-    return {name: memory[name] for name in (*(name for name, _ in program.outputs), *program.updates)}
+
+
+execute = compile_and_emulate
+"""How the launches of a program are executed on named arrays. The test of Triton's launcher puts its own way here."""
+
+
+def execute_assembly(text, grid, values, *, num_warps, lds_bytes):
+    """Executes a kernel's assembly on the CPU; `values` has an array for each pointer and the bits of any other argument, in order."""
+    from amdemu import gcnemu
+
+    kernel = gcnemu.Kernel(text, shared=lds_bytes, num_warps=num_warps)
+    assert not kernel.cg.unsupported, f"instructions not emulated: {kernel.cg.unsupported}"
+    kernel.launch(grid, values)
 
 
 def attend(arch, batch, *, content="packed", layer=0, oracle=None, **options):
@@ -305,12 +323,17 @@ def teach(emulator):
         emulator.CG.T.setdefault(f"maxmin_{suffix}", (kind, kind * 3, "np.minimum(np.maximum({0},{1}),{2})"))
 
 
-def main(arch, folder, half):
-    """Runs the cases at even or odd places: `half` is "even" or "odd"."""
+def use_emulator(folder):
+    """Makes the emulator importable from the folder that has it."""
     sys.path.insert(0, folder)
     from amdemu import gcnemu
 
     teach(gcnemu)
+
+
+def main(arch, folder, half):
+    """Runs the cases at even or odd places: `half` is "even" or "odd"."""
+    use_emulator(folder)
     for name, check in list(CASES.items())[("even", "odd").index(half) :: 2]:
         try:
             check(arch)
