@@ -10,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HANG_GUARD_S = 1800
 """Ends a process that hangs. It decides no result: it is far above what a program takes on a loaded machine."""
-_IMPORTABLE = (ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests/bridges")
+IMPORTABLE = (ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests/bridges")
+"""Where a child finds the package and the helpers of the tests."""
 
 
 def run(command: list[str], *, environment: Mapping[str, str | None] = {}, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -24,7 +25,7 @@ def run(command: list[str], *, environment: Mapping[str, str | None] = {}, cwd: 
     Returns:
       The finished process, whatever its exit status.
     """
-    changed = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, _IMPORTABLE), os.environ.get("PYTHONPATH", "")]), **environment}
+    changed = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, IMPORTABLE), os.environ.get("PYTHONPATH", "")]), **environment}
     return subprocess.run(
         command,
         env={name: value for name, value in changed.items() if value is not None},
