@@ -41,7 +41,7 @@ def run_program(
       program: what to run. Equal programs share kernels, traces and executables.
       arrays: an array for each of `program.inputs`, of exactly that shape and dtype.
       target: what the program was planned for; default: the current target.
-      command_buffer: whether the launches may be recorded into a command buffer; default: as the target's settings say.
+      command_buffer: whether the launches may be recorded into a command buffer; default: as the target says.
 
     Returns:
       `program.outputs`, then `program.updates`. An update is in place where its input is donated (under `jit`), else on a copy.
@@ -58,7 +58,7 @@ def run_program(
     names = list(given)
     buffers = [*dict(program.outputs).values(), *map(given.__getitem__, program.updates), *dict(program.scratch).values()]
     aliases = {names.index(name): len(program.outputs) + i for i, name in enumerate(program.updates)}
-    recorded = target.settings.command_buffer if command_buffer is None else command_buffer
+    recorded = target.records_launches if command_buffer is None else command_buffer
     out = _call(_ProgramBody(program), inputs, [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers], aliases, recorded)
     return out[: len(program.outputs) + len(program.updates)]
 

@@ -95,8 +95,8 @@ def choose(target: Target, calls: int, *, exported: bool = False) -> Choice:
         return Choice("native", why)
     if exported:
         return Choice("native", "an exported function can't call Python")
-    if not settings.command_buffer:
-        return Choice("native", f"{variable_of('command_buffer')} is off, so the callback bridge would run Python for each call")
+    if not target.records_launches:
+        return Choice("native", f"nothing is recorded ({target.recording_reason}), so the callback bridge would run Python for each call")
     least = recorded_from(xla_flags())
     if least is None:
         return Choice("native", "XLA_FLAGS turn command buffers off, so the callback bridge would run Python for each call")

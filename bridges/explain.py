@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..functional import dispatch
+from ..functional import dispatch, record
 from ..functional.cache import CacheSpec, KVCache, format_bytes
 from ..functional.config import is_array
 from ..functional.errors import bad_type
@@ -44,9 +44,11 @@ class Choice:
       unsupported_reasons: for each implementation why it can't serve the call or is not chosen; empty where it can.
       program: launches of the `triton` implementation where that is chosen, else None.
       bridge: how they reach XLA.
-      bridge_reason: why through this bridge.
       kernels: (name, grid) of each kernel of the `pallas` implementation where that is chosen.
       by_name: whether the implementation was asked for by name.
+      bridge_reason: why through this bridge.
+      configurations: where the configuration of each kernel of `program` comes from: the device's record, or the tables.
+      order_reason: why `triton` or `aiter` comes first, where both can serve the call and neither is named.
       steps: for each implementation that can serve the call, asked for by name, what runs; empty unless `side_by_side` was asked for.
     """
 
@@ -59,6 +61,8 @@ class Choice:
     by_name: bool = False
     bridge_reason: str = ""
     steps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    configurations: tuple[str, ...] = ()
+    order_reason: str = ""
 
     def _able(self) -> str:
         """What is said of an implementation that could serve the call and is not the one."""
@@ -68,12 +72,15 @@ class Choice:
         lines = [f"{self.operation}: {self.implementation or 'no implementation can serve it'}"]
         if self.program is not None:
             lines += [f"  {line}" for line in _program_lines(self.program, self.bridge, self.bridge_reason)]
+            lines += [f"  {line}" for line in self.configurations]
         elif self.implementation is not None:
             lines.append(f"  {WHAT_RUNS[self.implementation]}")
             lines += [f"  {number}. {name}: grid {'x'.join(map(str, grid))}" for number, (name, grid) in enumerate(self.kernels, 1)]
         for name, reasons in self.unsupported_reasons.items():
             if name != self.implementation:
                 lines.append(f"  not {name}: {'; '.join(reasons) if reasons else self._able()}")
+        if self.order_reason:
+            lines.append(f"  triton or aiter: {self.order_reason}")
         for name, steps in self.steps.items():
             lines += [f"  as {name}:", *(f"    {number}. {step}" for number, step in enumerate(steps, 1))]
         return "\n".join(lines)
@@ -86,14 +93,22 @@ class Explanation:
     Attributes:
       target: the device that was asked about.
       choices: the operations, in the order in which the function asks for them.
+      record: the record of the target's device, or why it has none; empty on a CPU without one.
     """
 
     target: Target
     choices: tuple[Choice, ...]
+    record: str = ""
 
     def __str__(self) -> str:
         units = f", {self.target.compute_units} compute units" if self.target.compute_units > 1 else ""
-        return "\n".join([f"on {self.target.arch}{units}", *map(str, self.choices)])
+        lines = [f"on {self.target.arch}{units}"]
+        if self.record:
+            lines.append(f"  {self.record}")
+        if self.target.platform != "cpu":
+            recorded = "may be" if self.target.records_launches else "are not"
+            lines.append(f"  launches {recorded} recorded into command buffers: {self.target.recording_reason}")
+        return "\n".join([*lines, *map(str, self.choices)])
 
     __repr__ = __str__
 
@@ -105,6 +120,7 @@ class Explanation:
             for name, reasons in choice.unsupported_reasons.items():
                 found = "serves it" if name == choice.implementation else "; ".join(reasons) or choice._able()
                 rows.append((name, found))
+            rows += [("configuration", source) for source in choice.configurations]
             parts.append(table(f"{choice.operation} {where}: {choice.implementation or 'no implementation can serve it'}", rows))
             if program is not None:
                 launches = [launch_row(number, launch) for number, launch in enumerate(program.launches, 1)]
@@ -199,7 +215,8 @@ def explain(
 
     with assuming_target(target), dispatch.intercept(interceptor):
         jax.eval_shape(shapes_only, [leaves[place] for place in traced])
-    return Explanation(target, tuple(_with_bridge(choice, target, counter.calls) for choice, counter in found))
+    recorded = record.described(target) if target.record is not None or target.platform != "cpu" else ""
+    return Explanation(target, tuple(_with_bridge(choice, target, counter.calls) for choice, counter in found), recorded)
 
 
 def _with_bridge(found: Choice, target: Target, calls: int) -> Choice:
@@ -223,14 +240,27 @@ def _abstract_cache(spec: CacheSpec) -> KVCache:
 
 
 def _choice(operation: str, call: Any, asked: str | None, target: Target) -> Choice:
-    plans = {name: dispatch.plan_with(name, operation, call, target, explicit=name == asked) for name in dispatch.IMPLEMENTATIONS}
+    plans = {
+        name: dispatch.plan_with(name, operation, call, target, explicit=dispatch.is_named(name, asked, target))
+        for name in dispatch.IMPLEMENTATIONS
+    }
     reasons = {name: planned.reasons if isinstance(planned, dispatch.Unsupported) else () for name, planned in plans.items()}
-    candidates = [asked] if asked is not None else list(dispatch.preferred(target))
+    order = dispatch.preferred(target, operation, call)
+    candidates = [asked] if asked is not None else list(order.names)
     chosen = next((name for name in candidates if not reasons[name]), None)
     served = plans[chosen] if chosen is not None else None
-    program = served.program if isinstance(served, dispatch.Plan) else None
-    kernels = pallas_kernels(served, call) if chosen == "pallas" and isinstance(served, dispatch.Plan) else ()
-    return Choice(operation, chosen, reasons, program, "", kernels, asked is not None)
+    planned = served if isinstance(served, dispatch.Plan) else None
+    return Choice(
+        operation,
+        chosen,
+        reasons,
+        planned.program if planned is not None else None,
+        "",
+        pallas_kernels(planned, call) if chosen == "pallas" and planned is not None else (),
+        asked is not None,
+        configurations=planned.configurations() if planned is not None else (),
+        order_reason="" if asked is not None or reasons["triton"] or reasons["aiter"] else order.why,
+    )
 
 
 def _steps(operation: str, call: Any, target: Target) -> dict[str, tuple[str, ...]]:

@@ -21,7 +21,8 @@ import jax
 from . import partition
 from .errors import UnsupportedError, bad_value
 from .features import Serves
-from .target import Target, current_target
+from .record import Row
+from .target import Target, current_target, variable_of
 
 IMPLEMENTATIONS: Mapping[str, str] = {
     "triton": "purepage.bridges.triton",
@@ -39,10 +40,12 @@ class Plan:
     Attributes:
       run: takes the call and what the operation takes beside it, returns the operation's results.
       program: the Triton launches, a `purepage.kernels.launch.Program`; None where there are none.
+      configurations: says where the configuration of each of its kernels comes from, one sentence each.
     """
 
     run: Callable[..., Any]
     program: Any = None
+    configurations: Callable[[], tuple[str, ...]] = tuple
 
 
 @dataclass(frozen=True)
@@ -136,11 +139,47 @@ def unsupported_reasons(operation: str, call: Any, implementation: str, target: 
     return planned.reasons if isinstance(planned, Unsupported) else ()
 
 
-def preferred(target: Target) -> tuple[str, ...]:
-    """Names of the implementations in the order in which they are tried."""
+@dataclass(frozen=True)
+class Order:
+    """The implementations in the order in which they are tried, and why AITER stands where it does."""
+
+    names: tuple[str, ...]
+    why: str
+
+
+AITER_FIRST = ("aiter", *(name for name in IMPLEMENTATIONS if name != "aiter"))
+
+
+def preferred(target: Target, operation: str, call: Any) -> Order:
+    """The order in which implementations are tried for a call that names none.
+
+    `triton` comes before `aiter`, unless a setting or the device's record says otherwise: the record where the tuner timed both for calls
+    of the same key, and AITER was faster.
+    """
+    names, variable = tuple(IMPLEMENTATIONS), variable_of("prefer_aiter")
     if target.settings.prefer_aiter:
-        return ("aiter", *(name for name in IMPLEMENTATIONS if name != "aiter"))
-    return tuple(IMPLEMENTATIONS)
+        return Order(AITER_FIRST, f"{variable} is on")
+    default = f"purepage's kernels come first; {variable}=1, or implementation='aiter', sends calls to AITER"
+    row = _measured(target, operation, call)
+    if row is None:
+        return Order(names, f"{default}; the device's record has no comparison for such calls")
+    times = dict(row.us_of)
+    said = f"the record of {row.date} has aiter {times['aiter']:.1f} us, triton {times['triton']:.1f} us"
+    return Order(AITER_FIRST, said) if times["aiter"] < times["triton"] else Order(names, f"{default}; {said}")
+
+
+def _measured(target: Target, operation: str, call: Any) -> Row | None:
+    """The record's row of such calls, where it compares AITER with Triton."""
+    if target.record is None or not any({"aiter", "triton"} <= dict(row.us_of).keys() for row in target.record.rows.values()):
+        return None
+    module = _module("triton")
+    row = target.record.rows.get((operation, module.shape_key_of(operation, call))) if module is not None else None
+    return row if row is not None and {"aiter", "triton"} <= dict(row.us_of).keys() else None
+
+
+def is_named(name: str, asked: str | None, target: Target) -> bool:
+    """Whether a name, or a setting that stands for it, asks for an implementation: then it serves what it otherwise leaves to others."""
+    return name == asked or (asked is None and name == "aiter" and target.settings.prefer_aiter)
 
 
 @cache
@@ -162,8 +201,8 @@ def choose(operation: str, call: Any, implementation: str | None = None) -> tupl
     """
     target, asked = current_target(), check_implementation(implementation)
     refused, failed = {}, {}
-    for name in preferred(target) if asked is None else (asked,):
-        planned = plan_with(name, operation, call, target, explicit=asked is not None)
+    for name in preferred(target, operation, call).names if asked is None else (asked,):
+        planned = plan_with(name, operation, call, target, explicit=is_named(name, asked, target))
         if isinstance(planned, Plan):
             for other, reasons in failed.items():
                 _warn_once(other, reasons, name)

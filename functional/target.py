@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from . import record as records
 from .errors import bad_type, bad_value
 
 BRIDGES = ("callback", "jax_triton", "native")
@@ -22,8 +24,13 @@ BRIDGES = ("callback", "jax_triton", "native")
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y"), ("", "0", "false", "no", "off", "n")
 
 
-def _setting(variable: str, default: Any, meaning: str) -> Any:
-    return field(default=default, metadata={"variable": variable, "meaning": meaning})
+SWITCH, FOLDER = "switch", "folder"
+"""Kinds of settings besides a choice of names."""
+
+
+def _setting(variable: str, default: Any, meaning: str, kind: Any = SWITCH) -> Any:
+    """A field of `Settings`; `kind` is `SWITCH`, `FOLDER` or a tuple of names. A default of None says that the variable is not set."""
+    return field(default=default, metadata={"variable": variable, "meaning": meaning, "kind": kind})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,19 +46,22 @@ class Settings:
         None,
         "How Triton launches reach XLA: `callback` (DLPack and Triton's launcher), `jax_triton`, or `native` (a C++ handler); unset: "
         "`callback` where XLA records the launches and torch is healthy, else `native`.",
+        BRIDGES,
     )
     interpret: bool = _setting(
         "TRITON_INTERPRET", False, "Triton kernels run in Triton's interpreter, on a CPU. Triton reads it itself, too."
     )
-    command_buffer: bool = _setting(
+    command_buffer: bool | None = _setting(
         "PUREPAGE_COMMAND_BUFFER",
-        True,
-        "Launches may be recorded into XLA's command buffers. ROCm's have crashed inside while loops (openxla/xla#46952).",
+        None,
+        "Launches may be recorded into XLA's command buffers. Unset: yes, but on ROCm only once the probe `recording` has passed in the "
+        "device's record, since ROCm's have crashed inside while loops (openxla/xla#46952).",
     )
     prefer_aiter: bool = _setting(
         "PUREPAGE_PREFER_AITER",
         False,
-        "Without a name, a call goes to AITER wherever AITER serves it; by default purepage's kernels come first.",
+        'Without a name, a call goes to AITER wherever AITER serves it, as with `implementation="aiter"`. Otherwise `triton` comes '
+        "first, but where the device's record has a shorter time for AITER.",
     )
     pallas_hopper: bool = _setting(
         "PUREPAGE_PALLAS_HOPPER",
@@ -73,13 +83,26 @@ class Settings:
         "AITER operators that allocate nothing may be recorded into command buffers. Each must have run before, unrecorded, with the same "
         "shapes, since AITER compiles a kernel when it is first called.",
     )
+    cache_dir: str | None = _setting(
+        "PUREPAGE_CACHE_DIR",
+        None,
+        "Folder of the device records, an absolute path; unset: `$XDG_CACHE_HOME/purepage`, or `~/.cache/purepage`.",
+        FOLDER,
+    )
 
     def __post_init__(self) -> None:
         if self.bridge is not None and self.bridge not in BRIDGES:
             bad_value("bridge", self.bridge, f"None or one of {', '.join(map(repr, BRIDGES))}")
+        if self.cache_dir is not None and not (isinstance(self.cache_dir, str) and _is_folder(self.cache_dir)):
+            bad_value("cache_dir", self.cache_dir, "None or an absolute path")
         for each in fields(self):
-            if isinstance(each.default, bool) and not isinstance(getattr(self, each.name), bool):
-                bad_type(each.name, getattr(self, each.name), "a bool")
+            if each.metadata["kind"] == SWITCH and not isinstance(getattr(self, each.name), bool | type(each.default)):
+                bad_type(each.name, getattr(self, each.name), "a bool" if each.default is not None else "None or a bool")
+
+
+def _is_folder(text: str) -> bool:
+    """Whether a text names a folder wherever the process stands."""
+    return text.startswith("~") or Path(text).is_absolute()
 
 
 def variable_of(setting: str) -> str:
@@ -102,13 +125,18 @@ def settings_of(environment: Mapping[str, str]) -> Settings:
         text = environment.get(variable, "")
         if not text:
             continue
-        if isinstance(each.default, bool):
+        kind = each.metadata["kind"]
+        if kind == SWITCH:
             if text.lower() not in _TRUE + _FALSE:
                 bad_value(variable, text, f"unset or one of {', '.join(map(repr, _TRUE + _FALSE))}")
             given[each.name] = text.lower() in _TRUE
+        elif kind == FOLDER:
+            if not _is_folder(text):
+                bad_value(variable, text, "unset or an absolute path")
+            given[each.name] = text
         else:
-            if text not in BRIDGES:
-                bad_value(variable, text, f"unset or one of {', '.join(map(repr, BRIDGES))}")
+            if text not in kind:
+                bad_value(variable, text, f"unset or one of {', '.join(map(repr, kind))}")
             given[each.name] = text
     return Settings(**given)
 
@@ -132,6 +160,16 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def cache_folder(settings: Settings) -> Path | None:
+    """The folder of the device records, which need not exist; None where there is no home folder to have it in."""
+    try:
+        if settings.cache_dir is not None:
+            return Path(settings.cache_dir).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "purepage"
+    except RuntimeError:
+        return None
+
+
 @cache
 def environment_settings() -> Settings:
     """The settings of this process: its environment variables when this was first asked. A later change of a variable has no effect."""
@@ -148,6 +186,8 @@ class Target:
       compute_units: streaming multiprocessors or compute units of the device; 1 on a CPU.
       wave_size: threads of a warp (AMD: wave); 1 on a CPU.
       settings: see `Settings`.
+      record: what probes and the tuner found on this device, see `purepage.functional.record`; None where there is no record, and for a
+        device that is not here.
     """
 
     platform: str
@@ -155,6 +195,26 @@ class Target:
     compute_units: int
     wave_size: int
     settings: Settings = field(default_factory=Settings)
+    record: records.Record | None = None
+
+    @property
+    def records_launches(self) -> bool:
+        """Whether launches may be recorded into XLA's command buffers: as the settings say, else by platform and record."""
+        if self.settings.command_buffer is not None:
+            return self.settings.command_buffer
+        return self.platform != "rocm" or (self.record is not None and self.record.passed(records.RECORDING))
+
+    @property
+    def recording_reason(self) -> str:
+        """Why launches may be recorded, or may not."""
+        if self.settings.command_buffer is not None:
+            return f"{variable_of('command_buffer')} is {'on' if self.settings.command_buffer else 'off'}"
+        if self.platform != "rocm":
+            return "the default here"
+        probe = self.record.probes.get(records.RECORDING) if self.record is not None else None
+        if probe is None:
+            return f"the probe `{records.RECORDING}` was not tried on this device: python -m purepage.tune --probe"
+        return f"the probe `{records.RECORDING}` {'passed' if probe.passed else f'failed: {probe.why}'} ({probe.date})"
 
     @property
     def amd_arch(self) -> str | None:
@@ -216,13 +276,21 @@ def _device_target(device: Any, settings: Settings) -> Target:
 def target_of(device: Any, settings: Settings | None = None) -> Target:
     """The `Target` of a `jax.Device`.
 
-    Everything is read off JAX's device; torch is asked on ROCm, where JAX's plugin does not give the name of the architecture.
+    Everything is read off JAX's device; torch is asked on ROCm, where JAX's plugin does not give the name of the architecture. The device's
+    record is read when it is first asked for, and then no more.
 
     Args:
       device: a `jax.Device`.
       settings: default: the current ones.
     """
     settings = current_settings() if settings is None else settings
+    found, folder = _without_record(device, settings), cache_folder(settings)
+    if folder is None or not os.path.isdir(folder):
+        return found
+    return replace(found, record=records.read_once(folder, records.device_of(found, device), records.versions_here(device)))
+
+
+def _without_record(device: Any, settings: Settings) -> Target:
     platform = device.platform
     if platform not in ("gpu", "cuda", "rocm"):
         return Target(platform, platform, 1, 1, settings)

@@ -62,7 +62,7 @@ def run_program(program: Program, arrays: Mapping[str, Array], target: Target | 
     names = list(given)
     results = [*(buffer for _, buffer in program.outputs), *(given[name] for name in program.updates), *(b for _, b in program.scratch)]
     call = jax.ffi.ffi_call(
-        library.TARGET if target.settings.command_buffer else library.UNRECORDED,
+        library.TARGET if target.records_launches else library.UNRECORDED,
         tuple(jax.ShapeDtypeStruct(buffer.shape, jnp.dtype(buffer.dtype)) for buffer in results),
         input_output_aliases={names.index(name): len(program.outputs) + i for i, name in enumerate(program.updates)},
         vmap_method="sequential",

@@ -90,6 +90,23 @@ class DecodeConfig:
     measured: str | None = None
 
 
+@dataclass(frozen=True)
+class WriterConfig:
+    """Configuration of the cache writers and of rotary embedding. No architecture has a table of them: they follow from the shapes.
+
+    Attributes:
+      block_tokens: tokens of a program.
+      block_heads: heads of a program; of `update_cache` always 1.
+      num_warps: as Triton takes them.
+      measured: as in `PrefillConfig`.
+    """
+
+    block_tokens: int
+    block_heads: int
+    num_warps: int
+    measured: str | None = None
+
+
 Config = TypeVar("Config", PrefillConfig, DecodeConfig)
 
 ConfigTable = Mapping[str, Mapping[int, Config]]

@@ -1,7 +1,7 @@
 """Plans of paged attention: from shapes to launches. Planning needs neither Triton nor a GPU."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...functional.errors import UnsupportedError, bad_value
@@ -81,6 +81,48 @@ def _fit(shape: PagedAttentionShape, arch: Arch, row: Any, override: Any, rows_o
         candidate = following
 
 
+@dataclass(frozen=True)
+class WorkCut:
+    """Which kernels serve a call, and with which configurations.
+
+    Attributes:
+      prefill, decode: configuration of each kernel; None where it is not launched.
+      split_tokens: sequences of at most so many query tokens are the decode kernel's; 0 where it is not launched.
+      copied: the call over a copy of its pages, which the prefill kernel reads; None where nothing is copied.
+    """
+
+    prefill: PrefillConfig | None
+    decode: DecodeConfig | None
+    split_tokens: int
+    copied: PagedAttentionShape | None
+
+
+def work_cut(
+    shape: PagedAttentionShape,
+    arch: str,
+    *,
+    num_cus: int | None = None,
+    tiled: PrefillConfig | None = None,
+    split: DecodeConfig | None = None,
+) -> WorkCut:
+    """The kernels and configurations of a call; arguments and errors are those of `plan_paged_attention`."""
+    facts = arch_facts(arch)
+    cus = num_cus or facts.num_cus
+    chosen = _with_warps(shape, facts, _row(facts.decode, shape, facts), cus)
+    split_row = _fit(shape, facts, chosen, split, lambda row: _split_rows(shape, row, cus)[2])
+    split_tokens = _split_rows(shape, split_row, cus)[1]
+    uses_tiled = shape.max_query_len > split_tokens
+    if uses_tiled and (shape.num_seqs == 1 or _longest_span(shape, 1) <= split_row.unsplit_keys):
+        split_tokens = 0  # the one sequence is a prefill, or none has keys enough for a launch of its own
+    tiled_row = _fit(shape, facts, _row(facts.prefill, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
+    if not shape.num_tokens:
+        return WorkCut(None, None, 0, None)
+    copied = copied_shape(shape, tiled_row.page_copy_from) if uses_tiled and _pages(shape, tiled_row) is None else None
+    if copied is not None:
+        tiled_row = _fit(copied, facts, _row(facts.prefill, copied, facts), tiled, lambda row: _tiled_rows(copied, row)[2])
+    return WorkCut(tiled_row if uses_tiled else None, split_row if split_tokens else None, split_tokens, copied)
+
+
 def plan_paged_attention(
     shape: PagedAttentionShape,
     arch: str,
@@ -107,36 +149,25 @@ def plan_paged_attention(
     """
     facts = arch_facts(arch)
     cus = num_cus or facts.num_cus
-    spec = shape.cache
     inputs = _inputs(shape)
-    outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, spec.value_size), shape.output_dtype)}
+    outputs = {"out": Buffer((shape.num_tokens, shape.num_heads, shape.cache.value_size), shape.output_dtype)}
     if shape.return_lse:
         outputs["lse"] = Buffer((shape.num_tokens, shape.num_heads), "float32")
 
-    chosen = _with_warps(shape, facts, _row(facts.decode, shape, facts), cus)
-    split_row = _fit(shape, facts, chosen, split, lambda row: _split_rows(shape, row, cus)[2])
-    split_tokens = _split_rows(shape, split_row, cus)[1]
-    uses_tiled = shape.max_query_len > split_tokens
-    if uses_tiled and (shape.num_seqs == 1 or _longest_span(shape, 1) <= split_row.unsplit_keys):
-        split_tokens = 0  # the one sequence is a prefill, or none has keys enough for a launch of its own
-    tiled_row = _fit(shape, facts, _row(facts.prefill, shape, facts), tiled, lambda row: _tiled_rows(shape, row)[2])
-
+    cut = work_cut(shape, arch, num_cus=num_cus, tiled=tiled, split=split)
     names = {**inputs, **outputs}
     launches, scratch = [], {}
-    if shape.num_tokens:
-        copied = copied_shape(shape, tiled_row.page_copy_from) if uses_tiled and _pages(shape, tiled_row) is None else None
-        if copied is not None:
-            row = _fit(copied, facts, _row(facts.prefill, copied, facts), tiled, lambda row: _tiled_rows(copied, row)[2])
-            original = _prefill_spec(shape, facts, row, split_tokens)
-            copy, scratch = page_copy_launch(shape, copied, original)
-            on_copy = spec_on_copy(_prefill_spec(copied, facts, row, split_tokens), original)
-            launches += [copy, reading_copy(_prefill_launch(copied, row, names, on_copy))]
-        elif uses_tiled:
-            launches.append(_prefill_launch(shape, tiled_row, names, _prefill_spec(shape, facts, tiled_row, split_tokens)))
-        if split_tokens:
-            parts, more = _decode_launches(shape, facts, split_row, cus, names, zero_padding=not uses_tiled)
-            launches += parts
-            scratch |= more
+    if cut.copied is not None and cut.prefill is not None:
+        original = _prefill_spec(shape, facts, cut.prefill, cut.split_tokens)
+        copy, scratch = page_copy_launch(shape, cut.copied, original)
+        on_copy = spec_on_copy(_prefill_spec(cut.copied, facts, cut.prefill, cut.split_tokens), original)
+        launches += [copy, reading_copy(_prefill_launch(cut.copied, cut.prefill, names, on_copy))]
+    elif cut.prefill is not None:
+        launches.append(_prefill_launch(shape, cut.prefill, names, _prefill_spec(shape, facts, cut.prefill, cut.split_tokens)))
+    if cut.decode is not None:
+        parts, more = _decode_launches(shape, facts, cut.decode, cus, names, zero_padding=cut.prefill is None)
+        launches += parts
+        scratch |= more
     return Program(
         name="paged_attention",
         inputs=tuple(inputs.items()),

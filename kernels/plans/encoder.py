@@ -64,6 +64,11 @@ def _heads_and_rows(shape: EncoderShape, row: PrefillConfig) -> tuple[int, int]:
     return heads, min(row.block_m, max(16, next_power_of_two(heads * shape.max_query_len)))
 
 
+def encoder_config(shape: EncoderShape, arch: Arch) -> PrefillConfig:
+    """The configuration of the tables that serves a shape."""
+    return _fitting_row(shape, arch, None)
+
+
 def _fitting_row(shape: EncoderShape, arch: Arch, override: PrefillConfig | None) -> PrefillConfig:
     """The override, or the tables' row, made smaller until it keeps the arch's limits."""
     crowded = shape.widest > 64 and (shape.has_alibi or shape.ranged)

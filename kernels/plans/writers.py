@@ -7,7 +7,10 @@ them.
 from dataclasses import dataclass
 
 from ...functional.cache import CacheSpec
+from ...functional.errors import bad_value
 from ..archs import Arch, arch_facts
+from ..archs.choice import over_limits
+from ..archs.configs import WriterConfig
 from ..launch import Buffer, Launch, Program
 from ..triton.writer_spec import CacheSlots, RotarySpec, UpdateSpec
 from .sizes import ceil_div, next_power_of_two
@@ -108,18 +111,57 @@ def warps_of_tile(elements: int, arch: Arch) -> int:
     return max(1, min(8 if elements > TILE_ELEMENTS else 4, elements // (8 * max(arch.wave_size, 32))))
 
 
-def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = None) -> Program:
+MOST_ELEMENTS = 16384
+"""Elements of a tuned program's tile, which it holds in registers: 64 a thread with eight warps of 32."""
+
+
+def checked_config(config: WriterConfig, arch: Arch, *, width: int, head_counts: tuple[int, ...]) -> WriterConfig:
+    """A configuration in place of the one that follows from the shapes.
+
+    Args:
+      config: what is asked for.
+      arch: the architecture, for its limits.
+      width: elements of one head of one token, a power of two.
+      head_counts: numbers that `block_heads` must divide.
+
+    Raises:
+      ValueError: it passes a limit of the kernels or of the arch.
+    """
+    if any(count % config.block_heads for count in head_counts):
+        bad_value("block_heads", config.block_heads, f"a divisor of {' and '.join(map(str, head_counts))}")
+    if config.block_tokens * config.block_heads * width > MOST_ELEMENTS:
+        bad_value("tuning", config, f"within {MOST_ELEMENTS} elements of {width} a head")
+    if why := over_limits(arch, shared_bytes=0, num_warps=config.num_warps):
+        bad_value("tuning", config, f"within the limits of {arch.name}: {why}")
+    return config
+
+
+def update_config(shape: UpdateShape, arch: Arch, cus: int) -> WriterConfig:
+    """The configuration that follows from the shapes."""
+    spec, pad = shape.cache.spec, _update_pad(shape)
+    at_least = ADJACENT_TOKENS if has_adjacent_tokens(spec) else 1
+    tokens = tokens_of_block(shape.num_tokens, spec.num_kv_heads, pad, cus, at_least=at_least)
+    return WriterConfig(tokens, 1, warps_of_tile(tokens * pad, arch))
+
+
+def _update_pad(shape: UpdateShape) -> int:
+    return max(map(next_power_of_two, (shape.cache.spec.head_size, shape.cache.spec.value_size)))
+
+
+def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = None, tiled: WriterConfig | None = None) -> Program:
     """Launches of one `update_cache`.
 
     Args:
       shape: what is static about the call.
       arch: see `purepage.kernels.archs`.
       num_cus: compute units of the device; default: those of the arch's usual product.
+      tiled: a configuration in place of `update_config`'s.
 
     Returns:
       A program with inputs key, value, cache, slot_mapping, layer, and k_scale and v_scale where the cache is quantized; it updates cache.
 
     Raises:
+      ValueError: `tiled` passes a limit.
       UnsupportedError: the arch is not known.
     """
     facts, spec = arch_facts(arch), shape.cache.spec
@@ -130,9 +172,11 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
         **cache_inputs(shape.cache, shape.num_tokens),
     }
     key_pad, value_pad = next_power_of_two(spec.head_size), next_power_of_two(spec.value_size)
-    pad = max(key_pad, value_pad)
-    at_least = ADJACENT_TOKENS if has_adjacent_tokens(spec) else 1
-    tokens = tokens_of_block(shape.num_tokens, spec.num_kv_heads, pad, num_cus or facts.num_cus, at_least=at_least)
+    if tiled is None:
+        config = update_config(shape, facts, num_cus or facts.num_cus)
+    else:
+        config = checked_config(tiled, facts, width=_update_pad(shape), head_counts=(1,))
+    tokens = config.block_tokens
     kernel_spec = UpdateSpec(
         block_tokens=tokens,
         num_kv_heads=spec.num_kv_heads,
@@ -152,7 +196,7 @@ def plan_update_cache(shape: UpdateShape, arch: str, *, num_cus: int | None = No
         ),
         writes=("cache",),
         constants=(("S", kernel_spec),),
-        num_warps=warps_of_tile(tokens * pad, facts),
+        num_warps=config.num_warps,
         num_stages=1,
         options=EXACT,
     )
@@ -208,19 +252,30 @@ ROTARY_KERNEL = "purepage.kernels.triton.rope:rotary_kernel"
 ROPE_UPDATE_KERNEL = "purepage.kernels.triton.fused_write:rope_update_kernel"
 
 
-def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Program:
+def rope_config(shape: RopeShape, arch: Arch, cus: int) -> WriterConfig:
+    """The configuration that follows from the shapes."""
+    tokens, heads = _rope_block(shape, cus)
+    # NEOX loads its halves apart. On AMD a lane takes 16 bytes of each; on an H200 8 bytes and twice the threads were 4 to 13 % faster.
+    halved = shape.is_neox and arch.vendor == "amd"
+    loaded = next_power_of_two(shape.rotary_dim // 2) if halved else next_power_of_two(shape.head_size)
+    return WriterConfig(tokens, heads, warps_of_tile(tokens * loaded, arch))
+
+
+def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None, tiled: WriterConfig | None = None) -> Program:
     """Launches of `rotary_embedding` and of the three fused writers: one kernel each.
 
     Args:
       shape: what is static about the call.
       arch: see `purepage.kernels.archs`.
       num_cus: compute units of the device; default: those of the arch's usual product.
+      tiled: a configuration in place of `rope_config`'s.
 
     Returns:
       A program with inputs query and key, or qkv, q_weight and k_weight; positions, cos_sin_cache; where it writes also value, and those of
       `cache_inputs`. Its outputs are query_out [T, Hq, D] and key_out [T, H, D]; it updates cache where there is one.
 
     Raises:
+      ValueError: `tiled` passes a limit.
       UnsupportedError: the arch is not known.
     """
     facts = arch_facts(arch)
@@ -230,10 +285,12 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
         "key_out": Buffer((shape.num_tokens, shape.num_kv_heads, shape.head_size), shape.key_dtype),
     }
     cus = num_cus or facts.num_cus
-    tokens, heads = _rope_block(shape, cus)
-    spec = _rotary_spec(shape, facts, tokens, heads)
-    # NEOX loads its halves apart. On AMD a lane takes 16 bytes of each; on an H200 8 bytes and twice the threads were 4 to 13 % faster.
-    loaded = spec.half_pad if shape.is_neox and facts.vendor == "amd" else spec.head_pad
+    if tiled is None:
+        config = rope_config(shape, facts, cus)
+    else:
+        config = checked_config(tiled, facts, width=_rope_width(shape), head_counts=(shape.num_heads, shape.num_kv_heads))
+    tokens = config.block_tokens
+    spec = _rotary_spec(shape, facts, tokens, config.block_heads)
     names = ("query_out", "key_out", "query", "key", "positions", "cos_sin_cache")
     if shape.cache is not None:
         names = (
@@ -246,18 +303,21 @@ def plan_rope(shape: RopeShape, arch: str, *, num_cus: int | None = None) -> Pro
         args=(*(name if name in inputs or name in outputs else None for name in names), shape.num_tokens),
         writes=("query_out", "key_out", *(() if shape.cache is None else ("cache",))),
         constants=(("S", spec),),
-        num_warps=warps_of_tile(tokens * loaded, facts),
+        num_warps=config.num_warps,
         num_stages=1,
         options=EXACT,
     )
     return Program(shape.name, tuple(inputs.items()), tuple(outputs.items()), () if shape.cache is None else ("cache",), (), (launch,))
 
 
+def _rope_width(shape: RopeShape) -> int:
+    return next_power_of_two(max(shape.head_size, 0 if shape.cache is None else shape.cache.spec.value_size))
+
+
 def _rope_block(shape: RopeShape, cus: int) -> tuple[int, int]:
     """(tokens, heads) of a program: as many heads as divide both counts, fewer while the grid does not cover the device twice."""
     at_least = ADJACENT_TOKENS if shape.cache is not None and has_adjacent_tokens(shape.cache.spec) else 1
-    sizes = shape.head_size, 0 if shape.cache is None else shape.cache.spec.value_size
-    width, all_heads = next_power_of_two(max(sizes)), shape.num_heads + shape.num_kv_heads
+    width, all_heads = _rope_width(shape), shape.num_heads + shape.num_kv_heads
 
     def tokens_for(heads: int) -> int:
         return tokens_of_block(shape.num_tokens, all_heads // heads, width, cus, at_least=at_least)

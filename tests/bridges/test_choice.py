@@ -1,6 +1,8 @@
 """Which bridge a program takes where none is named. It is seen in what JAX lowers for a GPU; nothing is compiled or launched."""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import bridge_kernels as kernels
 import jax
@@ -14,7 +16,8 @@ from purepage.bridges import automatic, callback, choice, execute, native, trial
 from purepage.bridges.execute import using_bridge
 from purepage.bridges.native import library
 from purepage.functional.dispatch import Unsupported, plan_with
-from purepage.functional.target import Settings, Target, assuming_target
+from purepage.functional.record import Probe, Record
+from purepage.functional.target import Settings, Target, assuming_target, using_settings
 from purepage.testing import random_batch
 
 pytest.importorskip("torch")
@@ -25,7 +28,8 @@ CALLBACK, NATIVE, UNRECORDED = "xla_buffer_python_gpu_callback_cmd_buffer", libr
 
 
 def mi300x(**settings):
-    return Target("rocm", "gfx942", 304, 64, Settings(**settings))
+    """An MI300X whose launches may be recorded, where nothing else is said."""
+    return Target("rocm", "gfx942", 304, 64, Settings(**{"command_buffer": True, **settings}))
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +178,49 @@ def test_launches_that_must_not_be_recorded_are_another_custom_call(batch):
     assert targets_in(attend, batch, mi300x(command_buffer=False, bridge="native")) == {UNRECORDED}
 
 
+def probed(passed):
+    """A record with the outcome of the probe that lets ROCm record."""
+    return Record(str(passed), Path("record.json"), "2026-12-01", {"recording": Probe(passed, "" if passed else "hangs", "2026-12-01")}, {})
+
+
+@pytest.mark.parametrize(
+    "platform, arch, record, setting, recorded",
+    [
+        ("rocm", "gfx942", None, None, False),
+        ("rocm", "gfx942", probed(False), None, False),
+        ("rocm", "gfx942", probed(True), None, True),
+        ("rocm", "gfx942", None, True, True),
+        ("rocm", "gfx942", probed(True), False, False),
+        ("cuda", "sm_90", None, None, True),
+        ("cuda", "sm_90", probed(False), None, True),
+        ("cuda", "sm_90", None, False, False),
+    ],
+)
+def test_rocm_records_launches_once_the_probe_has_passed(batch, platform, arch, record, setting, recorded):
+    target = Target(platform, arch, 304, 64, Settings(command_buffer=setting), record)
+    assert target.records_launches is recorded and target.recording_reason
+    assert choice.choose(target, 50).bridge == ("callback" if recorded else "native")
+    assert recorded or target.recording_reason in choice.choose(target, 50).why
+    if platform == "rocm":
+        named = replace(target, settings=Settings(command_buffer=setting, bridge="native"))
+        assert targets_in(attend, batch, named) == {NATIVE if recorded else UNRECORDED}
+
+
+def test_without_the_native_bridge_rocm_gets_the_callback_that_is_not_recorded(batch):
+    target = Target("rocm", "gfx942", 304, 64, Settings(bridge="callback"))
+    with assuming_target(target):
+        traced = jax.jit(lambda *given: attend(*given)).trace(batch.query, batch.cache(), batch.metadata)
+        lowered = traced.lower(lowering_platforms=("rocm",))
+    assert "@xla_buffer_python_gpu_callback(" in lowered.as_text() and CALLBACK not in lowered.as_text()
+
+
+def test_explain_says_why_nothing_is_recorded(batch):
+    given = batch.query, batch.cache(), batch.metadata
+    said = {arch: str(pp.explain(attend, *given, arch=arch)) for arch in ("MI300X", "H200")}
+    assert "launches are not recorded into command buffers: the probe `recording` was not tried" in said["MI300X"]
+    assert "launches may be recorded into command buffers: the default here" in said["H200"]
+
+
 def test_arrays_outside_a_trace_go_through_the_native_bridge(monkeypatch):
     taken = []
     for module in (native, callback):
@@ -213,7 +260,8 @@ def test_a_trace_that_was_forgotten_counts_anew(monkeypatch):
 
 def test_explain_says_which_bridge_and_why(batch):
     given = batch.query, batch.cache(), batch.metadata
-    one, many = (str(pp.explain(partial(attend, times=times), *given, arch="MI300X")) for times in (1, 6))
+    with using_settings(command_buffer=True):
+        one, many = (str(pp.explain(partial(attend, times=times), *given, arch="MI300X")) for times in (1, 6))
     assert "through the native bridge (XLA records no less than 5 commands in a row, and 1 of this library may be all)" in one
     assert many.count("through the callback bridge (6 programs in a row, which XLA records)") == 6
     with using_bridge("jax_triton"):

@@ -211,10 +211,10 @@ def test_a_step_is_exported_for_rocm_on_a_machine_without_a_gpu_and_lowered_alik
         shapes = jax.ShapeDtypeStruct((1, 2, 64), jnp.bfloat16), jax.eval_shape(lambda: pp.init_cache(spec))
         target = replace(named_target("gfx942"), settings=Settings(bridge="native"))
         with assuming_target(target):
-            check = export.DisabledSafetyCheck.custom_call(library.TARGET)
+            check = export.DisabledSafetyCheck.custom_call(library.UNRECORDED)  # no probe has passed on this target
             exported = export.export(jax.jit(attend), platforms=["rocm"], disabled_checks=[check])(*shapes)
         text = exported.mlir_module()
-        assert library.TARGET in text and "paged_attention" in text
+        assert library.UNRECORDED in text and "paged_attention" in text
         print(len(exported.mlir_module_serialized) > 10000, hashlib.sha256(text.encode()).hexdigest())
     """
     first, second = (run_python(program, environment={"TRITON_INTERPRET": ""}) for _ in range(2))

@@ -113,10 +113,11 @@ def test_nothing_is_imported_on_a_cpu_that_was_not_asked_for(monkeypatch):
     assert choose("paged_attention", call())[0] == "xla" and not tried
 
 
-def test_one_switch_prefers_aiter():
-    assert preferred(MI300X)[:2] == ("triton", "aiter")
+def test_one_switch_sends_to_aiter_whatever_it_serves_by_name():
+    assert preferred(MI300X, "paged_attention", call()).names[:2] == ("triton", "aiter")
     with using_settings(prefer_aiter=True):
-        assert preferred(current_target()) == ("aiter", "triton", "pallas", "xla")
+        order = preferred(current_target(), "paged_attention", call())
+        assert order.names == ("aiter", "triton", "pallas", "xla") and "PUREPAGE_PREFER_AITER is on" in order.why
     from purepage.bridges.aiter import package
 
     if package.root() is None:
@@ -124,5 +125,5 @@ def test_one_switch_prefers_aiter():
     batch = random_batch(1, dtype=jnp.bfloat16)
     arguments = (pp.paged_attention, batch.query, batch.cache(), batch.metadata)
     assert "paged_attention: triton" in str(pp.explain(*arguments, arch="MI300X"))
-    with using_settings(prefer_aiter=True, aiter_finite_cache=True):
+    with using_settings(prefer_aiter=True):
         assert "paged_attention: aiter" in str(pp.explain(*arguments, arch="MI300X"))
