@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import _IMPORTABLE, run, run_python
+from processes import IMPORTABLE, run, run_python
 
 from purepage.bridges import choice, measure, report
 from purepage.bridges.report import children, facts, measurements, probes
@@ -82,14 +82,14 @@ def test_the_stack_of_a_child_that_crashes_is_in_its_row(tmp_path):
             """
         )
     )
-    path = os.pathsep.join([str(tmp_path), *map(str, _IMPORTABLE)])
+    path = os.pathsep.join([str(tmp_path), *map(str, IMPORTABLE)])
     ended = run_child("facts", {}, SHORT, environment={**os.environ, "PYTHONPATH": path})
     assert (ended.status, ended.detail) == (CRASHED, "SIGSEGV"), ended
     assert any("sitecustomize.py:6 in enable_and_crash" in frame for frame in ended.where), ended.where
 
 
 def test_a_task_that_there_is_not_is_an_error_of_the_child():
-    ended = run_child("no such task", {}, SHORT, environment={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _IMPORTABLE))})
+    ended = run_child("no such task", {}, SHORT, environment={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, IMPORTABLE))})
     assert (ended.status, ended.said) == (RAISED, "KeyError: 'no such task'")
 
 
@@ -601,7 +601,7 @@ def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path):
 
 def test_a_report_that_is_terminated_is_a_valid_file(tmp_path):
     path = tmp_path / "r.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _IMPORTABLE))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, IMPORTABLE))}
     command = [sys.executable, "-m", "purepage.selfcheck", "--report", str(path), "xla"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
