@@ -43,12 +43,13 @@ def _or_error(ask: Callable[[], Any]) -> Any:
 def _target() -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ...functional.dispatch import preferred
+    from ...functional.dispatch import AITER_FIRST, IMPLEMENTATIONS
     from ...functional.target import current_target
     from ..selfcheck import default_implementations
 
     target = current_target()
-    return {**asdict(target), "order": preferred(target), "implementations": default_implementations(target)}
+    order = AITER_FIRST if target.settings.prefer_aiter else tuple(IMPLEMENTATIONS)
+    return {**asdict(target), "order": order, "implementations": default_implementations(target)}
 
 
 def probe(stream: Stream, options: Options) -> None:
