@@ -135,7 +135,7 @@ def ours(case: Case, arch: str) -> Iterator[Kernel]:
     )
     for job in jobs_of(plan_paged_attention(shape, arch), arch):
         compiled, launch, facts = compile_job(job), job.launch, job.launch.facts
-        name = launch.kernel.partition(":")[2]
+        name = launch.name
         if not case.is_decode and name != "paged_attention_prefill":
             continue  # prefill has no sequence that the decode kernel serves
         usage = read_usage(compiled, kernel=name, arch=arch, num_warps=launch.num_warps)

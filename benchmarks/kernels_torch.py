@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import torch
 
 from benchmarks import summary
+from benchmarks.timing import replays
 from purepage.functional.cache import CacheSpec
 from purepage.kernels.archs.configs import DecodeConfig, PrefillConfig
 from purepage.kernels.launch import Descriptor
@@ -195,20 +196,11 @@ class Prepared:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 self.run()
-        once = self._time(graph, 1)
+        once = replays(graph, 1) * 1e6
         count = max(1, min(20, int(2000 / max(once, 1))))
-        return statistics.median(self._time(graph, count) for _ in range(max(3, min(20, int(budget_ms * 1000 / (once * count + 1))))))
-
-    @staticmethod
-    def _time(graph: torch.cuda.CUDAGraph, count: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(count):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1000 / count
+        return statistics.median(
+            replays(graph, count) * 1e6 / count for _ in range(max(3, min(20, int(budget_ms * 1000 / (once * count + 1)))))
+        )
 
 
 def arch_name() -> str:

@@ -488,6 +488,8 @@ def microseconds(call: Any) -> float:
     """Median of batches of replays of a CUDA graph."""
     import torch
 
+    from benchmarks.timing import replays
+
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -505,14 +507,7 @@ def microseconds(call: Any) -> float:
                 call()
 
     def run(count: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(count):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3 / count
+        return replays(graph, count) / count
 
     run(1)
     count = max(1, min(200, round(BATCH_S / max(run(1), 1e-6))))

@@ -13,7 +13,8 @@ import numpy as np
 import purepage as pp
 from benchmarks.measure import Row, guarded, release_memory
 from benchmarks.peers import Unavailable, to_torch
-from benchmarks.timing import counted_python, on_gpu, time_torch
+from benchmarks.timing import on_gpu, time_torch
+from purepage.bridges.callback import counted_python
 from purepage.bridges.execute import using_bridge
 
 LAYERS, SEQS, CONTEXT, HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 4096, 32, 8, 128, 64

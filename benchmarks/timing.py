@@ -7,13 +7,15 @@ programs is spread over all calls of one.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from purepage.bridges.callback import counted_python
+from purepage.bridges.tune.timing import compiled_chain
 
 BATCHES = 5
 BATCH_S = {"gpu": 0.06, "cpu": 0.4}
@@ -72,30 +74,7 @@ def time_jax(
     if chain is None:
         chain = chain_of(about) if on_gpu() else 1
 
-    def program(state: Any, operands: Any) -> Any:
-        for i in range(chain):
-            state = step(state, operands, i)
-        return state
-
-    begin = time.perf_counter()
-    compiled = jax.jit(program, donate_argnums=(0,) if donate else ()).lower(state, operands).compile()
-    compile_s = time.perf_counter() - begin
-    # Donation must not take the caller's buffers, which later cases read.
-    held = [jax.tree.map(jnp.copy, state) if donate else state]
-
-    def run(count: int) -> float:
-        jax.block_until_ready(held[0])
-        start = time.perf_counter()
-        result = None
-        for _ in range(count):
-            if donate:
-                held[0] = result = compiled(held[0], operands)
-            else:
-                result = None  # freed before the next run, so that it gets the same memory and a recorded program stays valid
-                result = compiled(state, operands)
-        jax.block_until_ready(result)
-        return time.perf_counter() - start
-
+    run, compile_s = compiled_chain(step, state, operands, chain=chain, donated=donate)
     for _ in range(3 if on_gpu() else 1):
         once = run(1)
     with counted_python() as python_calls:
@@ -110,30 +89,6 @@ def rough_seconds(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     jax.block_until_ready([call() for _ in range(SHORTEST_CHAIN)])
     return (time.perf_counter() - begin) / SHORTEST_CHAIN
-
-
-@contextmanager
-def counted_python() -> Iterator[list[int]]:
-    """Counts how often XLA calls into Python for a program, or a torch function, of the callback bridge."""
-    from purepage.bridges import callback
-
-    bodies, count = (callback._ProgramBody, callback._TorchBody), [0]
-    originals = [body.__call__ for body in bodies]
-
-    def counting(original: Callable[..., None]) -> Callable[..., None]:
-        def call(self: Any, *args: Any) -> None:
-            count[0] += 1
-            original(self, *args)
-
-        return call
-
-    for body, original in zip(bodies, originals, strict=True):
-        body.__call__ = counting(original)
-    try:
-        yield count
-    finally:
-        for body, original in zip(bodies, originals, strict=True):
-            body.__call__ = original
 
 
 def time_torch(call: Callable[[], Any]) -> Timed:
@@ -167,15 +122,20 @@ def time_torch(call: Callable[[], Any]) -> Timed:
             for _ in range(chain):
                 call()
 
-    def run(count: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(count):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
+    run = partial(replays, graph)
     run(1)
     return Timed(**batches(run, run(1), chain), how=f"CUDA graph of {chain}")
+
+
+def replays(graph: Any, count: int) -> float:
+    """Seconds between two events around so many replays of a CUDA graph."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(count):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3

@@ -10,8 +10,8 @@ not know how to split a body. Arrays that are seen to be sharded are refused; wh
 `jit`) that can't be detected here: XLA gathers the arguments first, and the result is right.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -241,3 +241,25 @@ class _TorchBody:
                 self.fn(tuple(tensors[:split]), tuple(tensors[split:]))
         except Exception as err:
             raise RuntimeError(f"{self.name} failed: {type(err).__name__}: {err}") from err
+
+
+@contextmanager
+def counted_python() -> Iterator[list[int]]:
+    """Counts how often XLA calls into Python for a program, or a torch function, of this bridge: 0 where it replays a command buffer."""
+    bodies: tuple[Any, ...] = (_ProgramBody, _TorchBody)
+    count, originals = [0], [body.__call__ for body in bodies]
+
+    def counting(original: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, *args: Any) -> None:
+            count[0] += 1
+            original(self, *args)
+
+        return call
+
+    for body, original in zip(bodies, originals, strict=True):
+        body.__call__ = counting(original)
+    try:
+        yield count
+    finally:
+        for body, original in zip(bodies, originals, strict=True):
+            body.__call__ = original

@@ -137,7 +137,7 @@ LAUNCH_HEAD = ("", "kernel", "grid", "warps", "stages", "tiles")
 def launch_row(number: int, launch: Launch) -> tuple[Any, ...]:
     """Cells of a launch under `LAUNCH_HEAD`."""
     tiles = ", ".join(f"{name} {launch.facts[name]}" for name in SHOWN_FACTS if launch.facts.get(name))
-    return number, launch.kernel.partition(":")[2], " x ".join(map(str, launch.grid)), launch.num_warps, launch.num_stages, tiles
+    return number, launch.name, " x ".join(map(str, launch.grid)), launch.num_warps, launch.num_stages, tiles
 
 
 def _program_lines(program: Program, bridge: str, reason: str) -> list[str]:
@@ -153,7 +153,7 @@ def _launch_text(launch: Launch) -> str:
     facts = launch.facts
     tiles = ", ".join(f"{name} {facts[name]}" for name in SHOWN_FACTS if facts.get(name))
     grid = "x".join(map(str, launch.grid))
-    return f"{launch.kernel.partition(':')[2]}: grid {grid}, {launch.num_warps} warps, {launch.num_stages} stages; {tiles}"
+    return f"{launch.name}: grid {grid}, {launch.num_warps} warps, {launch.num_stages} stages; {tiles}"
 
 
 def _nbytes(buffer: Buffer) -> int:

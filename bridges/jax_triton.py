@@ -130,7 +130,7 @@ def _run_launch(program: Program, launch: Launch, values: dict[str, Array], buff
             *(np.float32(value) if version < _ALIASES_TAKE_NO_PARAMETER else value for value in floats),
             kernel=_compile_wrapper(wrapper_source(launch, operands, fresh, len(extra)), launch.kernel),
             grid=launch.grid,
-            name=f"{program.name}_{launch.kernel.partition(':')[2]}",
+            name=f"{program.name}_{launch.name}",
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             input_output_aliases={operands.index(name): len(fresh) + i for i, name in enumerate(updated)},
@@ -190,7 +190,7 @@ def wrapper_source(launch: Launch, operands: tuple[str, ...], fresh: tuple[str, 
     names = [f"b_{name}" for name in operands], floats, [f"b_{name}" for name in fresh], [f"unused_{i}" for i in range(num_extra)]
     header = [*(name for group in names for name in group), *(f"c_{name}: tl.constexpr" for name, _ in launch.constants)]
     passed += [f"{name}=c_{name}" for name, _ in launch.constants]
-    return f"def {launch.kernel.partition(':')[2]}_call({', '.join(header)}):\n    kernel({', '.join(passed)})\n"
+    return f"def {launch.name}_call({', '.join(header)}):\n    kernel({', '.join(passed)})\n"
 
 
 def _constant(arg: float | bool | None, *, specialize: bool) -> str:

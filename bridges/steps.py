@@ -27,9 +27,7 @@ def steps_of(plan: Plan, call: Any) -> tuple[str, ...]:
       A line a step. Products outside every loop and kernel, and writes of a plan without either, are one line at the end.
     """
     if plan.program is not None:
-        return tuple(
-            f"Triton kernel {launch.kernel.partition(':')[2]}: grid {'x'.join(map(str, launch.grid))}" for launch in plan.program.launches
-        )
+        return tuple(f"Triton kernel {launch.name}: grid {'x'.join(map(str, launch.grid))}" for launch in plan.program.launches)
     outside: Counter[str] = Counter()
     lines = list(_steps(jax.make_jaxpr(plan.run)(call), outside))
     if outside["product"] or (not lines and outside):

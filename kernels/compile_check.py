@@ -196,7 +196,7 @@ class _Compiler:
 
 
 def _failed(job: Job, why: str) -> ResourceUsage:
-    return ResourceUsage(job.launch.kernel.partition(":")[2], job.arch, job.launch.num_warps, error=why)
+    return ResourceUsage(job.launch.name, job.arch, job.launch.num_warps, error=why)
 
 
 def _nbytes(buffer: Buffer) -> int:
@@ -270,7 +270,7 @@ LOADS = {
 
 def usage_of(job: Job) -> ResourceUsage:
     """Compiles in this process; see `compile_job`."""
-    return read_usage(compile_job(job), kernel=job.launch.kernel.partition(":")[2], arch=job.arch, num_warps=job.launch.num_warps)
+    return read_usage(compile_job(job), kernel=job.launch.name, arch=job.arch, num_warps=job.launch.num_warps)
 
 
 def read_usage(compiled: Any, *, kernel: str, arch: str, num_warps: int) -> ResourceUsage:

@@ -70,6 +70,11 @@ class Launch:
     options: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def name(self) -> str:
+        """Name of the kernel's function."""
+        return self.kernel.partition(":")[2]
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Constants by name. Fields of a dataclass stand in its place: those of S by their names, those of S.kv as "kv.dtype"."""
         return dict(_named_facts(self.constants))

@@ -305,28 +305,24 @@ ffi::Error Execute(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   return ffi::Error::Success();
 }
 
+// A binding with the attributes of a call.
+template <typename Binding>
+auto WithAttributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<std::string_view>("program")
+      .template Attr<std::string_view>("arch")
+      .template Attr<int64_t>("digest")
+      .template Attr<std::string_view>("symbols")
+      .template Attr<std::string_view>("modules")
+      .template Attr<ffi::Span<const int64_t>>("launches");
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_initialize, Initialize,
-                              ffi::Ffi::BindInitialize()
-                                  .Attr<std::string_view>("program")
-                                  .Attr<std::string_view>("arch")
-                                  .Attr<int64_t>("digest")
-                                  .Attr<std::string_view>("symbols")
-                                  .Attr<std::string_view>("modules")
-                                  .Attr<ffi::Span<const int64_t>>("launches"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_initialize, Initialize, WithAttributes(ffi::Ffi::BindInitialize()));
 
 static auto Execution() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<void*>>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<std::string_view>("program")
-      .Attr<std::string_view>("arch")
-      .Attr<int64_t>("digest")
-      .Attr<std::string_view>("symbols")
-      .Attr<std::string_view>("modules")
-      .Attr<ffi::Span<const int64_t>>("launches");
+  return WithAttributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().RemainingArgs().RemainingRets());
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(purepage_execute, Execute, Execution(), {ffi::Traits::kCmdBufferCompatible});

@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -223,7 +222,7 @@ def steps(layers: int, in_scan: bool, bridge: str | None, implementation: Any = 
       AssertionError: a result is not what plain JAX computes.
     """
     rounds, worst, python_calls = ROUNDS if in_scan else 1, 0.0, []
-    with using_settings(bridge=bridge), _counted_python() as count:
+    with using_settings(bridge=bridge), callback.counted_python() as count:
         step = _writes(layers, in_scan, implementation)
         for seed in range(4):
             batch = random_batch(seed, num_layers=layers, dtype=jnp.bfloat16, **STEP)
@@ -246,24 +245,6 @@ def steps(layers: int, in_scan: bool, bridge: str | None, implementation: Any = 
                     f"step {seed} through {bridge}: the cache is not what plain JAX writes; a recorded launch kept old data?"
                 )
     return {"bridge": bridge, "layers": layers, "rounds": rounds, "largest_difference": worst, "python_calls": python_calls}
-
-
-@contextmanager
-def _counted_python() -> Iterator[list[int]]:
-    """Counts how often XLA calls into Python for a program of the callback bridge."""
-    count: list[int] = [0]
-    body: Any = callback._ProgramBody
-    original = body.__call__
-
-    def counting(self: Any, *args: Any) -> None:
-        count[0] += 1
-        original(self, *args)
-
-    body.__call__ = counting
-    try:
-        yield count
-    finally:
-        body.__call__ = original
 
 
 def _bits(array: Any) -> np.ndarray:

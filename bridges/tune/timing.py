@@ -40,17 +40,17 @@ class Budget:
 DEFAULT = Budget()
 
 
-def chained(
+def compiled_chain(
     step: Callable[[Any, Any, int], Any], state: Any, operands: Any, *, chain: int, donated: bool, clock: Clock = time.perf_counter
-) -> Run:
-    """Compiles `step(state, operands, i) -> state`, so often in a chain, and runs it twice, so that a command buffer has been recorded.
+) -> tuple[Run, float]:
+    """Compiles `step(state, operands, i) -> state`, so often in a chain: (what runs it, seconds of compilation). Nothing has run.
 
     Args:
       step: i is the static number of the call.
       state, operands: pytrees of arrays; those of the caller stay.
       chain: calls of one program.
       donated: whether a program gets its state's buffers.
-      clock: seconds.
+      clock: seconds of the runs.
     """
 
     def program(state: Any, operands: Any) -> Any:
@@ -58,7 +58,9 @@ def chained(
             state = step(state, operands, i)
         return state
 
+    begin = time.perf_counter()
     compiled = jax.jit(program, donate_argnums=(0,) if donated else ()).lower(state, operands).compile()
+    compile_s = time.perf_counter() - begin
     held = [jax.tree.map(jnp.copy, state) if donated else state]
 
     def run(count: int) -> float:
@@ -73,6 +75,14 @@ def chained(
         jax.block_until_ready(result)
         return clock() - begin
 
+    return run, compile_s
+
+
+def chained(
+    step: Callable[[Any, Any, int], Any], state: Any, operands: Any, *, chain: int, donated: bool, clock: Clock = time.perf_counter
+) -> Run:
+    """As `compiled_chain`, run twice, so that a command buffer has been recorded."""
+    run, _ = compiled_chain(step, state, operands, chain=chain, donated=donated, clock=clock)
     run(1)
     run(1)
     return run

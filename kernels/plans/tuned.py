@@ -72,6 +72,19 @@ def _options(**present: bool) -> str:
     return " ".join(sorted(name for name, there in present.items() if there))
 
 
+def _score_options(shape: PagedAttentionShape | EncoderShape) -> dict[str, bool]:
+    """Options that paged and encoder attention have alike."""
+    return {
+        "traced_window": shape.traced_window,
+        "ranged": shape.ranged,
+        "soft_cap": bool(shape.logits_soft_cap),
+        "alibi": shape.has_alibi,
+        "sinks": shape.has_sinks,
+        "score_scale": shape.has_score_scale,
+        "lse": shape.return_lse,
+    }
+
+
 def _paged_key(shape: PagedAttentionShape) -> Key:
     cache = shape.cache
     return sorted_key(
@@ -93,17 +106,11 @@ def _paged_key(shape: PagedAttentionShape) -> Key:
             "keys": bucket(shape.longest),
             "options": _options(
                 non_causal=not shape.causal,
-                traced_window=shape.traced_window,
-                ranged=shape.ranged,
-                soft_cap=bool(shape.logits_soft_cap),
-                alibi=shape.has_alibi,
-                sinks=shape.has_sinks,
+                **_score_options(shape),
                 bias=shape.qq_bias is not None,
                 bias_per_sequence=shape.qq_bias is not None and len(shape.qq_bias) == 3,
-                score_scale=shape.has_score_scale,
                 scales_per_head=shape.scales_per_head,
                 output_scale=shape.has_output_scale,
-                lse=shape.return_lse,
                 context_only=shape.context_only,
             ),
         }
@@ -124,13 +131,7 @@ def _encoder_key(shape: EncoderShape) -> Key:
             "query": bucket(shape.max_query_len),
             "options": _options(
                 causal=shape.causal,
-                traced_window=shape.traced_window,
-                ranged=shape.ranged,
-                soft_cap=bool(shape.logits_soft_cap),
-                alibi=shape.has_alibi,
-                sinks=shape.has_sinks,
-                score_scale=shape.has_score_scale,
-                lse=shape.return_lse,
+                **_score_options(shape),
             ),
         }
     )

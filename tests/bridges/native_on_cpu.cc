@@ -10,13 +10,4 @@ ffi::Error OnCpu(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_v
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(native_on_cpu, OnCpu,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::string_view>("program")
-                                  .Attr<std::string_view>("arch")
-                                  .Attr<int64_t>("digest")
-                                  .Attr<std::string_view>("symbols")
-                                  .Attr<std::string_view>("modules")
-                                  .Attr<ffi::Span<const int64_t>>("launches"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(native_on_cpu, OnCpu, WithAttributes(ffi::Ffi::Bind().RemainingArgs().RemainingRets()));

@@ -56,7 +56,7 @@ class Machine:
         return files
 
     def addresses_of(self, program: Program, *, misaligned: int = 0) -> dict[str, int]:
-        """An address for each buffer, so far apart that any buffer has room."""
+        """An address for each buffer, so far apart that no buffer reaches the next."""
         return {name: (place + 1 << 40) + 256 * place + misaligned for place, name in enumerate(buffer_names(program))}
 
     def record(self, program: Program, addresses: Mapping[str, int], *, stream: int = STREAM) -> None:

@@ -41,7 +41,7 @@ def check_launches(
     assert len(recorded) == len(live), f"{len(recorded)} launches of {len(live)}"
     facts = arch_facts(arch)
     for launch, found, lds_bytes in zip(live, recorded, lds, strict=True):
-        metadata, name = found.metadata, launch.kernel.partition(":")[2]
+        metadata, name = found.metadata, launch.name
         assert found.kernel == name, f"{found.kernel} in place of {name}"
         assert found.grid == launch.grid, f"{name}: grid {found.grid}, not {launch.grid}"
         threads = facts.wave_size * launch.num_warps
