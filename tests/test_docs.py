@@ -132,3 +132,14 @@ def test_the_semantics_mention_every_option_of_an_operation(name):
     parameters = inspect.signature(getattr(pp, name)).parameters.values()
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - UNDEFINED
     assert not [option for option in options if not re.search(rf"\b{option}\b", SEMANTICS.read_text())]
+
+
+def test_what_pages_take_over_from_another_document_has_no_relative_link():
+    sections = [
+        (page.name, section)
+        for page in PAGES
+        for section in re.findall(r"<!-- --8<-- \[start:\w+\] -->\n(.*?)<!-- --8<-- \[end:", page.read_text(), re.DOTALL)
+    ]
+    assert sections
+    linked = [(name, link) for name, section in sections for link in LINK.findall(section) if not re.match(r"\w+://", link)]
+    assert not linked, "the site takes the text over as it is, into another folder"
